@@ -3,7 +3,10 @@
 import console
 import pytest
 
+from compare.execute.cpu_load import warn_of_load
+from compare.judge.outcome import Circumstances
 from tests.support import warm
+from tests.support.records import outcome_of
 
 
 @pytest.mark.slow
@@ -23,6 +26,12 @@ def test_changed_output_is_found():
     assert console.comparable("a 2e-16 of 7") == console.comparable("a  3e-15 of 7")
     assert console.comparable("7 rungs") != console.comparable("8 rungs")
     assert console.comparable("step 7 ms") == console.comparable("step 8.5 ms")
+
+
+def test_busy_machine_changes_no_page(tiny):
+    busy = Circumstances(cores=2, used_by_others={"jax-manual": 2.0})
+    (warning,) = warn_of_load(outcome_of(tiny, circumstances=busy))
+    assert console.comparable(f"PASS\n{warning}\n") == ["PASS"]
 
 
 def test_some_page_has_a_console():
