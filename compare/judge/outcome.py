@@ -6,10 +6,10 @@ finished cases and the missing ones.
 
 import shlex
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from compare.contract.record import Record, file_sums, read_record, require_folder
@@ -17,6 +17,7 @@ from compare.contract.request import Platform, Request
 from compare.judge.alone import STRATEGY, UPDATE, Alone, Judged, judged
 from compare.judge.goldens import NANOGPT, judged_golden
 from compare.judge.verdict import Verdict, climb
+from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.system.json_files import read_json, write_json
 from compare.system.tensors import RecordError
@@ -126,7 +127,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}
     """The study's own flags."""
     circumstances: Circumstances = Circumstances()
-    rounds: int = 1
+    rounds: Annotated[int, Meta(ge=1)] = 1
     cases: dict[str, Case] = {}
     """Cases in the order in which they run; a name is a folder."""
     left_out: dict[str, str] = {}
@@ -156,7 +157,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     @property
     def finished_rounds(self) -> int:
         """Number of complete rounds."""
-        return sum(not self.missing(number) for number in range(1, self.rounds + 1))
+        kept = {number for values in self.kept.values() for number in values if 1 <= number <= self.rounds}
+        return sum(not self.missing(number) for number in kept)
 
     @property
     def is_complete(self) -> bool:
@@ -319,6 +321,8 @@ def read_outcome(folder: Path) -> Outcome:
     if not (folder / OUTCOME).is_file():
         raise RecordError(f"{folder} has no {OUTCOME}: it is not the folder of a `shardpair run`")
     outcome = read_json(folder / OUTCOME, Outcome)
+    if unknown := [case.engine for case in outcome.cases.values() if case.engine not in ENGINES]:
+        raise RecordError(f"{folder / OUTCOME} is damaged: there is no engine {unknown[0]}")
     unjudged = [name for name in outcome.finished if name not in outcome.alone]
     if outcome.keeps_records and unjudged:
         raise RecordError(f"{folder / OUTCOME} is damaged: it has no judgement of {unjudged[0]}")

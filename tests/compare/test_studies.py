@@ -235,6 +235,23 @@ def test_outcome_without_a_judgement_is_rejected(engines, capsys):
     assert "outcome.json is damaged: it has no judgement of torch-manual" in capsys.readouterr().err
 
 
+def test_outcome_of_another_engine_or_many_rounds(engines, capsys):
+    """A billion rounds are not counted one by one."""
+    assert main(RUN) == 0
+    path = Path("r", OUTCOME)
+    content = path.read_text()
+    for old, new, words in (
+        ('"engine": "jax-manual"', '"engine": "jax-magic"', "is damaged: there is no engine jax-magic"),
+        ('"rounds": 1', '"rounds": 0', "Expected `int` >= 1 - at `$.rounds`"),
+    ):
+        path.write_text(content.replace(old, new))
+        assert main(["report", "r"]) == 2
+        assert words in capsys.readouterr().err
+    path.write_text(content.replace('"rounds": 1', '"rounds": 1000000000'))
+    assert main(["report", "r"]) == 1
+    assert "INCOMPLETE" in capsys.readouterr().out
+
+
 def test_link_in_place_of_a_case_is_rejected(engines, capsys):
     engines.failing = {"jax-manual": EngineError("lost", exit_code=1)}
     assert main(RUN) == 1
