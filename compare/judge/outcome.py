@@ -322,7 +322,7 @@ def read_outcome(folder: Path) -> Outcome:
         raise RecordError(f"{folder} has no {OUTCOME}: it is not the folder of a `shardpair run`")
     outcome = read_json(folder / OUTCOME, Outcome)
     if unknown := [case.engine for case in outcome.cases.values() if case.engine not in ENGINES]:
-        raise RecordError(f"{folder / OUTCOME} is damaged: there is no engine {unknown[0]}")
+        raise RecordError(f"{folder / OUTCOME} is damaged: engine {unknown[0]} is unknown")
     unjudged = [name for name in outcome.finished if name not in outcome.alone]
     if outcome.keeps_records and unjudged:
         raise RecordError(f"{folder / OUTCOME} is damaged: it has no judgement of {unjudged[0]}")

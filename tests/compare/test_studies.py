@@ -241,7 +241,7 @@ def test_outcome_of_another_engine_or_many_rounds(engines, capsys):
     path = Path("r", OUTCOME)
     content = path.read_text()
     for old, new, words in (
-        ('"engine": "jax-manual"', '"engine": "jax-magic"', "is damaged: there is no engine jax-magic"),
+        ('"engine": "jax-manual"', '"engine": "jax-magic"', "is damaged: engine jax-magic is unknown"),
         ('"rounds": 1', '"rounds": 0', "Expected `int` >= 1 - at `$.rounds`"),
     ):
         path.write_text(content.replace(old, new))
