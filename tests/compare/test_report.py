@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from matplotlib.figure import Figure as Canvas
 
+import compare.show
 from compare.cli import main
 from compare.commands.run import Run
 from compare.commands.run.messages import boxes_of, message_figure
@@ -236,3 +237,10 @@ def test_long_curves_are_reduced():
 
 def test_footer_without_versions_is_whole_sentences():
     assert " . " not in findings_of(outcome_of(load("check")), sentence="nothing").source
+
+
+def test_names_in_tables_are_not_broken():
+    style = (Path(compare.show.__file__).parent / "style.css").read_text()
+    (rule,) = re.findall(r"^tbody th \{(.*?)\}", style, re.MULTILINE)
+    assert "white-space: nowrap" in rule
+    assert "overflow-wrap: anywhere" not in rule
