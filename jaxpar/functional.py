@@ -67,9 +67,10 @@ def is_visible(q_positions_T: ArrayLike, k_positions_S: ArrayLike) -> jax.Array:
 
 def rotate(x_BTHD: jax.Array, turns_T2d: jax.Array) -> jax.Array:
     """RoPE: rotate each pair of a head's features by its position's `compare.numerics.rotation.turns`."""
-    cos_T1d, sin_T1d = turns_T2d[:, :1], turns_T2d[:, 1:]
     first, second = jnp.split(x_BTHD, 2, axis=-1)
-    rotated = first * cos_T1d - second * sin_T1d, second * cos_T1d + first * sin_T1d
+    with jax.named_scope(f"{KEEPS}rotation"):
+        cos_T1d, sin_T1d = turns_T2d[:, :1], turns_T2d[:, 1:]
+        rotated = first * cos_T1d - second * sin_T1d, second * cos_T1d + first * sin_T1d
     return jnp.concatenate(rotated, axis=-1).astype(x_BTHD.dtype)
 
 

@@ -6,6 +6,7 @@ from flax import nnx
 from jax import lax
 
 from compare.spec.experiment import Model, Precision
+from jaxpar.functional import KEEPS
 from jaxpar.hooks import Hooks, LinearHooks
 
 
@@ -60,6 +61,7 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(config.n_embd, dtypes.storage))
         self.bias = nnx.Param(jnp.zeros(config.n_embd, dtypes.storage)) if has_mean and config.bias else None
 
+    @jax.named_scope(f"{KEEPS}norm")
     def __call__(self, x: jax.Array) -> jax.Array:
         def operand(w_C: jax.Array) -> jax.Array:
             w = self.hooks.broadcast(w_C, x)

@@ -85,14 +85,15 @@ class Experts(nnx.Module):
     def __call__(self, x_BTC: jax.Array, noise: Noise | None = None) -> tuple[jax.Array, RouterOutput]:
         with jax.named_scope(f"{KEEPS}router"):
             logits_BTE = self.router(x_BTC)
+            probability_E = self.hooks.sum_tokens(jax.nn.softmax(logits_BTE, axis=-1))
         # Not `lax.top_k`: XLA does not partition it and would gather the logits of the whole batch.
         ranked_BTE = jnp.argsort(lax.stop_gradient(-logits_BTE), axis=-1).astype(jnp.int32)
         chosen_BTk = jnp.sort(ranked_BTE[..., : self.chosen], axis=-1)
         is_chosen_BTE = (chosen_BTk[..., None] == jnp.arange(logits_BTE.shape[-1])).any(axis=-2)
-        weights_BTE = self.weights(logits_BTE, is_chosen_BTE)
+        with jax.named_scope(f"{KEEPS}router"):
+            weights_BTE = self.weights(logits_BTE, is_chosen_BTE)
         with jax.named_scope(EXPERTS):
             y_BTC = self.hooks.experts(self, x_BTC, weights_BTE)
-        probability_E = self.hooks.sum_tokens(jax.nn.softmax(logits_BTE, axis=-1))
         count_E = self.hooks.sum_tokens(is_chosen_BTE.astype(jnp.int32))
         return self.dropout(y_BTC, noise), RouterOutput(probability_E, count_E, chosen_BTk)
 

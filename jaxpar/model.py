@@ -59,8 +59,10 @@ class Attention(nnx.Module):
 
     def rotate(self, x_BTHD: jax.Array) -> jax.Array:
         """Rotate queries or keys by their positions, in the storage dtype."""
-        table_T2d = jnp.asarray(turns(self.config).swapaxes(0, 1), self.storage)
-        return rotate(x_BTHD, self.hooks.local_rows(table_T2d, x_BTHD.shape[1]))
+        with jax.named_scope(f"{KEEPS}rotation"):
+            table_T2d = jnp.asarray(turns(self.config).swapaxes(0, 1), self.storage)
+            turns_T2d = self.hooks.local_rows(table_T2d, x_BTHD.shape[1])
+        return rotate(x_BTHD, turns_T2d)
 
 
 class Block(nnx.Module):

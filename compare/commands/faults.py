@@ -28,12 +28,14 @@ from compare.text import error_text
 
 SIXTEEN_BITS, UNDROPPED = "precision.dtype=bfloat16", "model.dropout=0.0"
 EXPERTS = "model.n_experts=8"
+ROPE = f"{SIXTEEN_BITS},model.position=rope,model.norm=rmsnorm,{UNDROPPED}"
 REFERENCES = {
+    ROPE: "reference-rope-16-bits",
     SIXTEEN_BITS: "reference-16-bits",
     UNDROPPED: "reference-undropped",
     EXPERTS: "reference-experts",
 }
-"""The references by the setting that changes their numbers."""
+"""The references by the settings that change their numbers. The first that fits a fault is its reference."""
 FAULTS = load_faults()
 DROPOUT = 0.2
 """The dropout of all cases, unless the experiment has its own: without it some mistakes change nothing."""
@@ -189,8 +191,9 @@ def fault_cases(
 
 def reference_of(fault: Fault) -> str:
     """The name of the unsharded case with the numbers of a fault's settings."""
-    settings = fault.settings.split(",")
-    return next((name for setting, name in REFERENCES.items() if setting in settings), "reference")
+    settings = {*fault.settings.split(",")}
+    fits = (name for needed, name in REFERENCES.items() if settings.issuperset(needed.split(",")))
+    return next(fits, "reference")
 
 
 def _case(engine: str, experiment: Experiment, *, against: str = "", **coordinates: str) -> Case:

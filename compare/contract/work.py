@@ -11,9 +11,10 @@ from msgspec import Struct, field
 WORK = "work.json"
 Part = Literal["products", "activations", "logits"]
 """Matrix products and GELUs of the blocks, and the head's products."""
-Kept = Literal["norm", "residual", "softmax", "router", "loss"]
-"""Operations that stay in the dtype of the weights when products use 16 bits: LayerNorms, residual sums,
-attention's softmax (invisible in a fused kernel), the router's products, and the loss."""
+Kept = Literal["norm", "residual", "rotation", "softmax", "router", "ring", "loss"]
+"""Operations that stay in the dtype of the weights when products use 16 bits. norm and router are all
+operations of these modules. rotation is RoPE with its cosines. ring is the sums of dK and dV that pass
+around. A fused kernel hides its softmax."""
 
 
 class ObservedWork(Struct, frozen=True, kw_only=True):
@@ -29,7 +30,8 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
     logits_positions: list[int]
     """Positions (T) of the logits that exist at one time in forward: block_size / train.loss_chunks."""
     kept: dict[Kept, list[str]] = field(default_factory=dict)
-    """Dtypes of the results in forward, by operation."""
+    """Dtypes of the results in forward, by operation; also of the operands, unless these are products. In
+    torchpar the cosines of RoPE and the sums around a ring count as 16 bits if most entries fit into them."""
     rings: list[str] = field(default_factory=list)
     """The orders of work of ring attention, each once. h sends K, V to the next device, w waits for them, and
     p multiplies. In torchpar g sends dK, dV, and v waits for them. In jaxpar the order of a loop's body

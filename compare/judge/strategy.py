@@ -132,10 +132,18 @@ def _read_kept_dtypes(run: Observed) -> Iterator[Finding]:
     """Dtypes of operations that 16-bit training leaves in float32."""
     if run.work.compiled:
         raise ValueError(f"operators of a compiled program cannot be observed ({run.work.compiled})")
-    stored = storage_dtype(run.experiment).name
+    stored, model, layout = storage_dtype(run.experiment).name, run.experiment.model, run.experiment.layout
+    exists = {
+        "rotation": model.position == "rope",
+        "router": model.n_experts > 0,
+        "ring": layout.cp > 1 and layout.context == "ring",
+        "softmax": False,  # invisible in a fused kernel
+    }
     for what in get_args(Kept):
         found = run.work.kept.get(what, [])
-        if found or what not in ("softmax", "router"):
+        if what == "ring" and stored in found:
+            found = [stored]  # the first parts are products in 16 bits
+        if found or exists.get(what, True):
             yield Finding(f"dtype of the {what}", stored, ", ".join(found) or "none")
 
 

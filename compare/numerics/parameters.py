@@ -24,7 +24,7 @@ from compare.spec.experiment import Experiment, Model
 QKV = 3
 MLP_RATIO = 4
 STD = 0.02
-"""Standard deviation of GPT-2's initial matrices."""
+"""Standard deviation of GPT-2's initial matrices, the default of `train.init_std`."""
 DRAWN_AT_ONCE = 2**18
 """Elements that are drawn at one time, in float64."""
 
@@ -139,6 +139,7 @@ class SeedWeights(Weights):
     def __init__(self, experiment: Experiment):
         self._rows = {parameter.name: parameter for parameter in parameter_table(experiment.model)}
         self._seed, self._dtype = experiment.train.seed, storage_dtype(experiment)
+        self._scale = experiment.train.init_std / STD
         super().__init__(self._rows, lambda name: self.boxes(name, [full_box(self._rows[name].shape)])[0])
 
     def boxes(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
@@ -154,7 +155,7 @@ class SeedWeights(Weights):
         step = max(1, DRAWN_AT_ONCE // math.prod(within))
         for start in range(0, last, step):
             drawn = Box((start, *(0 for _ in within)), (min(step, last - start), *within))
-            values = generator.normal(0.0, row.init_std, drawn.shape)
+            values = generator.normal(0.0, row.init_std * self._scale, drawn.shape)
             for box, array in zip(boxes, found, strict=True):
                 if common := box.overlap(drawn):
                     array[common.within(box)] = values[common.within(drawn)]

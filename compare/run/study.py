@@ -175,6 +175,8 @@ class Study(StudyFlags, frozen=True, kw_only=True):
         for flag in self.fixed:
             if flag in self.given:
                 raise ExperimentError(f"--{flag} has no effect: {self.command} sets it; leave it out")
+        if "train.init_std" in self.given and (weights := self.init_from or self.source):
+            raise ExperimentError(f"--train.init_std has no effect on the weights of {weights}: leave it out")
         for flag, other in self.needs.items():
             value, needed = (functools.reduce(getattr, name.split("."), self) for name in (flag, other))
             if flag in self.given and value and not needed:

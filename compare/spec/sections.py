@@ -140,6 +140,8 @@ class Train(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory. Divides block_size."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 1337
     """Seed of the initial weights and of the order of the data."""
+    init_std: Annotated[float, Meta(gt=0, le=1)] = 0.02
+    """Standard deviation of the initial matrices; of those that end a branch, divided by sqrt(2 n_layer)."""
 
 
 ProductDtype = Literal["float64", "float32", "tf32", "bfloat16", "float16"]

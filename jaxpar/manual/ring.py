@@ -36,6 +36,7 @@ from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.spec.axes import CP
 from compare.spec.experiment import Layout
 from jaxpar.comm import collectives
+from jaxpar.functional import KEEPS
 from jaxpar.remat import KEPT_BY_DOTS
 
 AXIS = CP
@@ -93,7 +94,8 @@ def ring_backward(blocks: Blocks, residuals: Any, dy_BKGtD: jax.Array) -> tuple[
             dq_BKGtD = dq_BKGtD.at[..., queries, :].set(dq_BKGcD)
             dkv_2BKtD = dkv_2BKtD.at[..., keys, :].set(dkv_2BKcD)
         # Send the sum of dK, dV after their K, V. The sum for the K, V of the next hop arrives.
-        return dq_BKGtD, send_to_next(dkv_2BKtD, purpose=ACTIVATION_GRADIENTS)
+        with jax.named_scope(f"{KEEPS}ring"):
+            return dq_BKGtD, send_to_next(dkv_2BKtD, purpose=ACTIVATION_GRADIENTS)
 
     zeros = tuple(jnp.zeros_like(x, lse_BKGt1.dtype) for x in (q_BKGtD, kv_2BKtD))
     dq_BKGtD, dkv_2BKtD = pass_around(visit, zeros, kv_2BKtD)
@@ -134,8 +136,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The state of a block: largest score, at least `top_BKGc1`; sum of exponentials; weighted values."""
     scores_BKGcc = scores(q_BKGcD, k_BKcD, is_diagonal, top_BKGc1.dtype)
-    top_BKGc1 = jnp.maximum(top_BKGc1, scores_BKGcc.max(-1, keepdims=True))
-    weights_BKGcc = jnp.exp(scores_BKGcc - top_BKGc1)
+    with jax.named_scope(f"{KEEPS}softmax"):
+        top_BKGc1 = jnp.maximum(top_BKGc1, scores_BKGcc.max(-1, keepdims=True))
+        weights_BKGcc = jnp.exp(scores_BKGcc - top_BKGc1)
     y_BKGcD = jnp.einsum(
         "BKGts,BKsD->BKGtD",
         weights_BKGcc.astype(v_BKcD.dtype),
@@ -149,12 +152,13 @@ def merge(state: Any, *block: jax.Array) -> Any:
     """Merge a block into the state: rescale the sums so far to the new largest score, and add."""
     top_BKGc1, total_BKGc1, y_BKGcD = state
     new_top_BKGc1, block_total_BKGc1, block_y_BKGcD = attend(*block, top_BKGc1)
-    scale_BKGc1 = jnp.exp(top_BKGc1 - new_top_BKGc1)
-    return [
-        new_top_BKGc1,
-        scale_BKGc1 * total_BKGc1 + block_total_BKGc1,
-        scale_BKGc1 * y_BKGcD + block_y_BKGcD,
-    ]
+    with jax.named_scope(f"{KEEPS}softmax"):
+        scale_BKGc1 = jnp.exp(top_BKGc1 - new_top_BKGc1)
+        return [
+            new_top_BKGc1,
+            scale_BKGc1 * total_BKGc1 + block_total_BKGc1,
+            scale_BKGc1 * y_BKGcD + block_y_BKGcD,
+        ]
 
 
 def attend_backward(

@@ -22,8 +22,10 @@ from jaxpar.measure.hlo import AGAIN
 from jaxpar.model import HEAD
 
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
-ALONE: dict[str, Kept] = {"rsqrt": "norm", "log": "loss"}
+ALONE: dict[str, Kept] = {"log": "loss"}
 """Operations that occur in one part of the model alone."""
+READS_PRODUCTS = ("residual", "rotation")
+"""Parts that read products in 16 bits."""
 KV_HOP = "/for_activations_by_hand"
 """The scope of the hops of K, V, of `collectives.ledger_scope`."""
 KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
@@ -36,9 +38,11 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
     used, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))  # as XLA runs it
     for equation, scopes, turns in operations(used):
         name, is_of_head = equation.primitive.name, HEAD in scopes
-        for what in () if AGAIN in scopes or "transpose(" in scopes else get_args(Kept):
+        is_forward = AGAIN not in scopes and "transpose(" not in scopes
+        for what in get_args(Kept) if is_forward else ("ring",):
             if f"{KEEPS}{what}" in scopes or ALONE.get(name) == what:
-                dtypes = (result.aval.dtype for result in equation.outvars)
+                read = [] if what in READS_PRODUCTS else [x for x in equation.invars if x.aval.shape]
+                dtypes = (value.aval.dtype for value in (*equation.outvars, *read))
                 kept[what] |= {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
         is_activation = name in GELUS or (name == "max" and RELU in scopes)
         if (name != PRODUCT and not is_activation) or f"{KEEPS}router" in scopes:

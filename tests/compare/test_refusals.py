@@ -79,6 +79,7 @@ REFUSED = {
     "run --preset nosuch": "--preset nosuch: no such preset",
     "faults --names nosuch": "--names nosuch: no such fault",
     "run --engines jax-manual jax-manual": "--engines jax-manual: give each engine once",
+    "run --train.init_std 0.1 --init_from folder": "--train.init_std has no effect on the weights of folder",
     # Files that are missing, that contain another format, or that are not data.
     "run folder": "folder is a folder, not a file",
     "run binary.toml": "binary.toml: 'utf-8' codec can't decode",

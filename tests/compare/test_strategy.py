@@ -1,10 +1,13 @@
 """Settings are read off observed work. test_faults.py has engines that ignore a setting."""
 
+from typing import get_args
+
 import pytest
 from msgspec.structs import replace
 
 from compare.contract.communication import GRADIENTS, TIED_GRADIENTS, Communication
 from compare.contract.ledger import Ledger
+from compare.contract.work import Kept
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, Layout, Model, Precision, edited, load
 from tests.support.records import climbed, make_record, reduces
@@ -99,6 +102,29 @@ def test_order_of_a_ring(tmp_path, tiny, name):
     wrong = replace(record, work=replace(record.work, rings=change(record.work.rings)))
     assert words in objections(wrong)
     assert bool(words) == bool(objections(wrong))
+
+
+KEPT = {
+    "rotation": ({"model": {"position": "rope"}}, ["bfloat16", "float32"], "dtype of the rotation"),
+    "no rotation": ({"model": {"position": "rope"}}, [], "dtype of the rotation"),
+    "router": ({"model": {"n_experts": 4}}, ["bfloat16", "float32"], "dtype of the router"),
+    "ring": ({"layout": {"cp": 2, "context": "ring"}}, ["bfloat16"], "dtype of the ring"),
+    "ring of wide sums": ({"layout": {"cp": 2, "context": "ring"}}, ["bfloat16", "float32"], ""),
+    "softmax": ({}, [], ""),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_dtypes_that_are_kept_in_16_bits(tmp_path, tiny, name):
+    sections, dtypes, words = KEPT[name]
+    what = next(part for part in get_args(Kept) if part in name)
+    record = make_record(
+        tmp_path / "run", edited(edited(tiny, {"precision": {"dtype": "bfloat16"}}), sections)
+    )
+    assert not objections(record)
+    found = objections(replace(record, work=replace(record.work, kept=record.work.kept | {what: dtypes})))
+    assert words in found
+    assert bool(words) == bool(found)
 
 
 CALLS = {"naive": 16, "flat": 1, "bucketed": 5}

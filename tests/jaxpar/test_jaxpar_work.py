@@ -3,16 +3,22 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from compare.contract.communication import ACTIVATIONS
 from compare.judge.strategy import strategy_of
-from compare.spec.experiment import Experiment, Layout, edited
+from compare.numerics.parameters import initial_parameters
+from compare.spec.experiment import Experiment, Layout, Precision, edited
+from jaxpar.hooks import Hooks, LinearHooks
 from jaxpar.manual import ring
 from jaxpar.measure.work import work_of
+from jaxpar.model import loss_function
 from jaxpar.programs import trace_train
-from tests.support.jax_steps import engine_and_state, experiment_of
+from jaxpar.weights import from_canonical
+from tests.support.jax_steps import MODEL, engine_and_state, experiment_of
 from tests.support.records import make_record
 
 GPIPE = Layout(pp=2, schedule="gpipe", microbatches=4)
@@ -41,6 +47,26 @@ def objections(folder: Path, engine: str, asked: Experiment, done: dict) -> str:
 def test_work_of_a_right_step(tmp_path, name, engine):
     layout, fields = RIGHT[name]
     assert objections(tmp_path, engine, edited(experiment_of(layout), fields), {}) == ""
+
+
+NARROW = {
+    "": Hooks(),
+    "rotation": Hooks(local_rows=lambda table, length: table[:length].astype(jnp.bfloat16)),
+    "norm": Hooks(broadcast=lambda w, x: w.astype(jnp.bfloat16)),
+    "router": Hooks(router=LinearHooks(before=lambda x: x.astype(jnp.bfloat16))),
+}
+"""Hooks that round an operand of a part."""
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_dtypes_of_a_model_in_16_bits(name):
+    model = replace(MODEL, position="rope", norm="rmsnorm", n_experts=2)
+    experiment = Experiment(model=model, precision=Precision(dtype="bfloat16"))
+    params = from_canonical(initial_parameters(experiment), model)
+    batch = dict.fromkeys(("inputs", "targets"), np.zeros((2, model.block_size), int))
+    kept = work_of(jax.make_jaxpr(loss_function(experiment, NARROW[name]))(params, batch)).kept
+    assert kept.keys() == {"norm", "router", "rotation", "residual", "softmax", "loss"}
+    assert [part for part, dtypes in kept.items() if dtypes != ["float32"]] == ([name] if name else [])
 
 
 def test_work_of_a_ring(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from compare.numerics import parameters
 from compare.numerics.boxes import Box, full_box
 from compare.numerics.parameters import SeedWeights, initial_parameters, parameter_table
-from compare.spec.experiment import Experiment, Model, Precision
+from compare.spec.experiment import Experiment, Model, Precision, edited
 
 EXPERIMENT = Experiment(model=Model(n_layer=2, n_head=2, n_embd=12, block_size=8, vocab_size=51, bias=True))
 
@@ -24,6 +24,13 @@ def drawn_at_once(experiment: Experiment, dtype: str) -> dict[str, np.ndarray]:
             constant if row.init_std is None else generator.normal(0.0, row.init_std, row.shape)
         ).astype(dtype)
     return found
+
+
+def test_init_std_scales_the_matrices():
+    usual = initial_parameters(EXPERIMENT)
+    wide = initial_parameters(edited(EXPERIMENT, {"train": {"init_std": 0.15}}))
+    for name, tensor in usual.items():
+        np.testing.assert_allclose(wide[name], tensor * (7.5 if tensor.ndim > 1 else 1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -2,13 +2,20 @@
 
 import weakref
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import torchpar.mlp
+import torchpar.model
+from compare.numerics.parameters import initial_parameters
+from compare.spec.experiment import Experiment, Model
 from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.memory import MemorySink
 from torchpar.measure.watch import Sink, Watch
+from torchpar.measure.work import WorkSink
+from torchpar.weights import load_weights
 
 
 class Inner(nn.Module):
@@ -71,6 +78,40 @@ def test_watch_recomputed_modules():
         model(torch.ones(4, 8)).sum().backward()
     assert ("addmm", "Two.part.first", True) in products.found
     assert products.found[-1] == ("mm", "Two.part.first", True)
+
+
+WIDE = Model(
+    n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=11, position="rope", norm="rmsnorm", n_experts=2
+)
+ROUNDED = {
+    "right": ("", "", lambda x: x),
+    "norm": ("LayerNorm", "norm", lambda x: x.bfloat16()),
+    "router": ("Choice", "router", lambda x: x.bfloat16()),
+    "rotation": ("Rotation", "rotation", lambda turn: turn.bfloat16()),
+    "cosines": ("Rotation", "rotation", lambda turn: turn.bfloat16().float()),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_dtypes_of_a_model_in_16_bits(monkeypatch, name):
+    """Norms, routers and rotations are in float32. A module that gets its input in 16 bits is found."""
+    module, what, rounded = ROUNDED[name]
+    if module:
+        owner = getattr(torchpar.model, module, None) or getattr(torchpar.mlp, module)
+        place, forward = (1 if module == "Rotation" else 0), owner.forward
+
+        def narrow(self, *inputs):
+            return forward(self, *(rounded(x) if n == place else x for n, x in enumerate(inputs)))
+
+        monkeypatch.setattr(owner, "forward", narrow)
+    model, sink = torchpar.model.GPT(WIDE), WorkSink(nn.Module())
+    load_weights(model, initial_parameters(Experiment(model=WIDE)))
+    tokens = torch.arange(16).view(2, 8) % 11
+    with Watch(sink), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(tokens, tokens)
+    kept = sink.result().kept
+    assert kept.keys() == {"norm", "router", "rotation", "residual", "loss"}
+    assert [part for part, dtypes in kept.items() if dtypes != ["float32"]] == ([what] if what else [])
 
 
 def test_watch_keeps_no_tensor():

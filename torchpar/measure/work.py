@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,19 +20,19 @@ from torchpar.private import FakeTensor, running_node_number, tree_leaves
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
 FUNCTIONS = frozenset({"gelu", "relu"})
-KEPT: dict[str, Kept] = {
-    "native_layer_norm": "norm",
-    "rsqrt": "norm",
-    "_softmax": "softmax",
-    "_log_softmax": "loss",
-    "log": "loss",
+SPARE_BITS = {"bfloat16": 16, "float16": 13}
+"""The last bits of a float32 that are 0 if it fits into 16 bits."""
+CORE, CHOICE, NORM = r"\.attn\.core$", r"\.mlp\.choice$", r"\.ln_[12f]$"
+"""Ends of the paths of the modules that compute attention, that choose experts, and of norms."""
+KEPT: dict[Kept, tuple[re.Pattern[str], frozenset[str]]] = {
+    "norm": (re.compile(NORM), frozenset()),
+    "router": (re.compile(CHOICE), frozenset()),
+    "rotation": (re.compile(r"\.attn\.rotation$"), frozenset({"mul", "sub", "add"})),
+    "residual": (re.compile(r"\bh\.\d+$"), frozenset({"add", "_to_copy"})),
+    "softmax": (re.compile(CORE), frozenset({"_softmax", "logsumexp", "exp_", "mul_", "add_"})),
+    "loss": (re.compile(""), frozenset({"_log_softmax", "log"})),
 }
-SUMS, OF_BLOCK = ("add", "_to_copy"), re.compile(r"\bh\.\d+$")
-"""The sums of the residual stream: these operators of a block itself, found by its path."""
-CHOICE = ".mlp.choice"
-"""The end of the path of the module that makes a router's logits."""
-CORE = ".attn.core"
-"""The end of the path of the module that computes attention."""
+"""Path of the module, and names of its operators; without names all operators count, and what they read."""
 HOPS = {ACTIVATIONS: "hw", ACTIVATION_GRADIENTS: "gv"}
 """The letters of a hop and of its wait in `ObservedWork.rings`."""
 ATTENTION = "scaled_dot_product"
@@ -53,11 +54,15 @@ class WorkSink(Sink):
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
         is_product = name in PRODUCTS or ATTENTION in name
-        of_router = is_product and self.watch.module.endswith(CHOICE)
-        is_sum = name in SUMS and OF_BLOCK.search(self.watch.module)
-        kept = "residual" if is_sum else "router" if of_router else KEPT.get(name)
-        if kept and not self.watch.in_backward:
-            self._kept[kept].add(_name_of(tree_leaves(result)[0].dtype))
+        of_router = is_product and re.search(CHOICE, self.watch.module)
+        for what, (place, names) in KEPT.items() if not self.watch.in_backward else ():
+            if (name in names or not names) and place.search(self.watch.module):
+                tensors = [x for x in tree_leaves((result, () if names else operands)) if _is_real(x)]
+                self._kept[what] |= {_name_of(x.dtype) for x in tensors}
+                if what == "rotation" and name == "mul":  # by cosines or sines
+                    self._kept[what] |= {
+                        self._needed_dtype(x) for x in operands[0] if x.dtype == torch.float32
+                    }
         if of_router or (not is_product and name not in FUNCTIONS):
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
@@ -77,16 +82,28 @@ class WorkSink(Sink):
             self._messages.append((full.nbytes, self.watch.in_backward))
         if (call.kind, call.axis) == ("permute", CP):
             self._note_ring(HOPS[call.purpose][0])
+            if call.purpose == ACTIVATION_GRADIENTS:
+                self._kept["ring"].add(self._needed_dtype(full))
 
     def wait(self, call: Call) -> None:
         self._note_ring(HOPS[call.purpose][1])
 
     def _note_ring(self, letter: str) -> None:
         """Append to the order of the attention core that runs; several products are one letter."""
-        if self.watch.module.endswith(CORE):
+        if re.search(CORE, self.watch.module):
             in_forward = self.watch.runs_forward
             run = ("forward", self._modules) if in_forward else ("backward", running_node_number() or 0)
             self._rings[run] += letter * (letter != "p" or not self._rings[run].endswith("p"))
+
+    def _needed_dtype(self, x: torch.Tensor) -> str:
+        """The dtype of x, or the dtype of products if x is float32 and most entries but zeros fit into it."""
+        if x.dtype == torch.float32 and not isinstance(x, FakeTensor):
+            bits = x.detach().cpu().numpy().view(np.int32)  # in NumPy: the watch would see operators
+            bits = bits[bits != 0]
+            for narrow in SPARE_BITS.keys() & self._products.keys():
+                if (bits % 2 ** SPARE_BITS[narrow] == 0).sum() > len(bits) / 2:
+                    return narrow
+        return _name_of(x.dtype)
 
     def enter(self, module: nn.Module) -> None:
         self._modules += 1
@@ -151,6 +168,10 @@ def _dtype_of(factor: torch.Tensor) -> str:
     """The dtype in which a product multiplies a factor: on a GPU float32 may become TF32."""
     is_rounded = factor.is_cuda and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if factor.dtype == torch.float32 and is_rounded else _name_of(factor.dtype)
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def _name_of(dtype: torch.dtype) -> str:
