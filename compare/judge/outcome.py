@@ -231,7 +231,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         reasons: dict[str, dict[str, None]] = {}
         for what, why in (item for verdict in self.verdicts for item in verdict.uncompared.items()):
             reasons.setdefault(what, {})[why] = None
-        uncompared = [f"not compared: {what} ({'; '.join(whys)})" for what, whys in reasons.items()]
+        uncompared = [f"not compared: {what} ({', '.join(whys)})" for what, whys in reasons.items()]
         if any(case.coordinates for case in self.cases.values()):
             who, like = f"{others} compute{'s' * (len(names) == 1)}", f" as {references}"
         else:  # engines under one layout

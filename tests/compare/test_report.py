@@ -106,7 +106,7 @@ def test_verdict_is_one_sentence(tmp_path, tiny, capsys):
         for verdict in outcome.verdicts[:2]
     ]
     unlike = msgspec.structs.replace(outcome, verdicts=verdicts).sentence()
-    assert "; not compared: bytes sent (jax-explicit has none; jax-manual has none)" in unlike
+    assert "; not compared: bytes sent (jax-explicit has none, jax-manual has none)" in unlike
     for name, multiple in {"jax-compiler": 1.051, "torch-library": 0.97, "jax-manual": 1.002}.items():
         outcome.kept[name][1]["comm_of_textbook"] = multiple
     save(outcome, tmp_path)
