@@ -16,6 +16,7 @@ from compare.checkpoint.description import (
     READABLE,
     SHARDING,
     STEP,
+    WEIGHTS,
     Checkpoint,
     FileSum,
     key,
@@ -75,6 +76,11 @@ class CheckpointReader:
                 if not np.isfinite(values).all():
                     raise CheckpointError(
                         f"{source}: {name} has values that are NaN or infinite: nothing can go on from them"
+                    )
+                if not self.description.updates and name.partition("/")[0] != WEIGHTS and values.any():
+                    raise CheckpointError(
+                        f"{source}: {name} is not zero, and the checkpoint has 0 updates: it is damaged; use "
+                        f"an older one"
                     )
                 if name.startswith(key("v", "")) and (values < 0).any():
                     raise CheckpointError(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 
 from compare.judge.outcome import Case
+from compare.numerics.optimizer import moment_names
 from compare.setup.presets import edits_of
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError
@@ -32,6 +33,10 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
     "layout.bucket_mb": (
         "with several replicas, for DDP or --layout.gradient_sync bucketed, or with --layout.zero 1",
         lambda case: case.experiment.layout.zero == 1 or _reduces_buckets(case),
+    ),
+    "layout.offload": (
+        "with an optimizer that has moments: adamw, or sgd with --optimizer.momentum",
+        lambda case: bool(moment_names(case.experiment.optimizer)),
     ),
     "layout.compile": ("for torch-compiler", lambda case: ENGINES[case.engine].sends_by == "dtensor"),
     **dict.fromkeys(

@@ -72,6 +72,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "format = 3, and this version reads 2": partial(edit, lambda f: f.update(format=3)),
     f"{DESCRIPTION}: it has changed since it was written (sha256)": flip_in_description,
     "updates after": partial(edit, lambda f: f.update(updates=f["step"] + 1)),
+    "is not zero, and the checkpoint has 0 updates": partial(edit, lambda f: f.update(updates=0)),
     "it has a loss scale in float": partial(
         edit, lambda f: f.update(loss_scale={"scale": 8.0, "good_steps": 0, "hysteresis": 1})
     ),

@@ -124,6 +124,7 @@ REFUSED = {
     "run --checkpoint.keep 3": "--checkpoint.keep has no effect without --checkpoint.every",
     "run --no_ladder --keep_tensors": "--keep_tensors has no effect without --ladder",
     "run --engines jax-manual --layout.compile inductor": "--layout.compile has an effect only for torch-co",
+    "run --optimizer.name sgd --layout.offload optimizer": "--layout.offload has an effect only with an o",
     "run --model.rope_base 5": "--model.rope_base has an effect only with --model.position rope",
     "run --model.balance 0.1": "--model.balance has an effect only with --model.n_experts",
     "run --layout.schedule gpipe": "--layout.schedule has an effect only with --layout.pp",

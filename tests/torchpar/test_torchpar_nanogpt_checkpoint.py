@@ -1,5 +1,6 @@
 """nanoGPT's ckpt.pt, imported with the state of its optimizer, and exported."""
 
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from compare.formats.nanogpt import experiment_of, settings_of
 from compare.numerics.optimizer import learning_rate, step_scalars
 from compare.spec.experiment import Data, Experiment, ExperimentError, Model, Train, edited, load
 from torchpar.model import GPT
-from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint
+from torchpar.nanogpt_checkpoint import export_checkpoint, import_checkpoint, read
 
 MODEL = Model(n_layer=2, n_head=2, n_embd=8, block_size=6, vocab_size=11, bias=True)
 BASE = Experiment(model=MODEL, data=Data(source="synthetic"))
@@ -254,3 +255,32 @@ def test_settings_round_trip():
     assert (found.model, found.optimizer) == (experiment.model, experiment.optimizer)
     with pytest.raises(ExperimentError, match=r"model\.n_layer = .*: give a whole number"):
         experiment_of({"n_layer": "x"}, base=Experiment())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda content: content[:-9], "is damaged: its end is missing: copy the file again"),
+        (lambda content: b"hello\n" * 9, "cannot be read: it is not a file of torch.save, or is damaged"),
+        (
+            lambda content: content.replace(b"param_groups", b"param_group!"),
+            "is damaged: its record .*CRC-32",
+        ),
+    ],
+    ids=["cut", "text", "changed"],
+)
+def test_unreadable_file_is_rejected(saved, spoil, words):
+    saved.write_bytes(spoil(saved.read_bytes()))
+    with pytest.raises(ExperimentError, match=f"{saved} {words}"):
+        read(saved)
+
+
+def test_any_error_of_a_damaged_pickle_is_one_line(saved):
+    """Half of data.pkl, with a right CRC: torch.load raises struct.error, among others."""
+    with zipfile.ZipFile(saved) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(saved, "w") as archive:
+        for name, record in content.items():
+            archive.writestr(name, record[: len(record) // 2] if name.endswith("data.pkl") else record)
+    with pytest.raises(ExperimentError, match="cannot be"):
+        read(saved)
