@@ -37,10 +37,12 @@ SPLITS = ("train", "validation")
 EVALUATION = 3  # in Philox's counter: 0 draws training batches, 1 the synthetic walk, 2 samples
 NUMPY_MAGIC = b"\x93NUMPY"
 PACKED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "Zstandard"}
-PACKED |= {b"\xfd7zXZ\0": "xz", b"BZh91AY&SY": "bzip2", b"PAR1": "Parquet"}
+PACKED |= {b"\xfd7zXZ\0": "xz", b"BZh91AY&SY": "bzip2", b"PAR1": "Parquet", b"ARROW1": "Arrow"}
 """First bytes of files that have no text to train on, and their formats."""
 SHARDS = {20240520: "<u2", 20240801: "<u4"}
 """Types of tokens by the first number of a shard of llm.c: of GPT-2, of Llama 3."""
+NO_TOKENS = range(20240100, 20300000)
+"""First numbers of other files of llm.c, which are dates: models, tokenizers, evaluations."""
 HEADER = 256  # numbers of 32 bits: the shard's kind, a version, the number of tokens, and zeros
 TRAINING = "train.bin"
 PREPARE = "prepare.py"  # nanoGPT's
@@ -172,13 +174,15 @@ def _with_width(tokens: np.ndarray, path: Path, vocab: int) -> np.ndarray:
     Two halves of 32-bit tokens make numbers below the vocabulary, and two 16-bit tokens do not.
     """
     if len(tokens) >= 2 * HEADER:
-        kind, _, count, *_ = np.array(tokens[: 2 * HEADER]).view("<u4").tolist()
+        kind, version, count, *_ = np.array(tokens[: 2 * HEADER]).view("<u4").tolist()
         if dtype := SHARDS.get(kind):
             size = path.stat().st_size - 4 * HEADER
             if size != count * np.dtype(dtype).itemsize:
                 counts = f"{size:,} bytes behind its header, and not {count:,} tokens"
                 raise ExperimentError(f"data.source: {path} has {counts}: copy it again")
             return np.memmap(path, dtype=dtype, mode="r", offset=4 * HEADER)
+        if kind in NO_TOKENS and version < 100:
+            raise ExperimentError(f"data.source: {path} is a file of llm.c without tokens: give a shard")
     sample = np.array(tokens[: min(len(tokens), SAMPLE_TOKENS) // 4 * 4])
     low, high = sample[::2], sample[1::2]
     if not low.any():
@@ -191,6 +195,11 @@ def _with_width(tokens: np.ndarray, path: Path, vocab: int) -> np.ndarray:
         raise ExperimentError(
             f"data.source: {path} seems to have 32-bit tokens and something else, such as a header that "
             f"shardpair does not know: write the tokens alone: {_how_to_write(vocab)}"
+        )
+    if vocab > WIDEST:
+        raise ExperimentError(
+            f"data.source: {path} has 16-bit tokens, and model.vocab_size = {vocab} needs 32 bits: write "
+            f"{_how_to_write(vocab)}"
         )
     return tokens
 
@@ -226,7 +235,10 @@ def _validate(train: np.ndarray, validation: np.ndarray, experiment: Experiment)
     for tokens in (train, validation):
         origin = tokens.filename if isinstance(tokens, np.memmap) and tokens.filename else source
         largest = int(tokens.max()) if len(tokens) else 0
-        if largest >= vocab:
+        is_beyond = largest >= vocab
+        if is_beyond and tokens.dtype.itemsize > 1 and tokens[:SAMPLE_TOKENS].byteswap().max() < vocab:
+            raise ExperimentError(f"data.source: {origin} is big-endian: write {_how_to_write(vocab)}")
+        if is_beyond:
             raise ExperimentError(
                 f"data.source: {origin} holds token {largest}, beyond model.vocab_size = {vocab}: "
                 f"set --model.vocab_size {largest + 1} or more, or give other data"

@@ -51,13 +51,23 @@ def test_shard_of_llm_c_is_read(tmp_path, kind, dtype, vocab):
     ("content", "why"),
     [
         (ids(50_257).astype("<u8"), r"has 64-bit tokens: write tokens\.astype\('<u2'\)"),
-        (shard(20250101, ids(50_257), "<u4"), "seems to have 32-bit tokens and something else"),
+        (shard(19990101, ids(50_257), "<u4"), "seems to have 32-bit tokens and something else"),
+        (shard(20240326, ids(50_257), "<f4"), "is a file of llm.c without tokens: give a shard"),
+        (ids(50_257).astype(">u2"), r"is big-endian: write tokens\.astype\('<u2'\)"),
+        (ids(50_257).astype(">u4"), r"is big-endian: write tokens\.astype\('<u2'\)"),
     ],
-    ids=["64_bits", "unknown_header"],
+    ids=["64_bits", "unknown_header", "model", "big_endian", "big_endian_32"],
 )
 def test_wide_tokens_are_rejected(tmp_path, content, why):
     with pytest.raises(ExperimentError, match=why):
         corpus_of(tmp_path, content, 50_257)
+
+
+def test_16_bits_cannot_hold_a_large_vocabulary(tmp_path):
+    """Tokens of 32 bits that were written as 16 wrap around at 65,536, and big-endian ones look like them."""
+    for tokens in (ids(128_256).astype("<u2"), ids(128_256).astype(">u4")):
+        with pytest.raises(ExperimentError, match=r"needs 32 bits: write tokens\.astype\('<u4'\)"):
+            corpus_of(tmp_path, tokens, 128_256)
 
 
 def test_synthetic_tokens_have_32_bits():
