@@ -16,7 +16,7 @@ import tyro
 from msgspec.structs import replace
 
 from compare.contract.record import Record
-from compare.execute.folders import can_be_folder, create_run_dir, default_cache, remove_run_dir
+from compare.execute.folders import RUNS, can_be_folder, create_run_dir, default_cache, remove_run_dir
 from compare.execute.launch import launch, prepare
 from compare.execute.this_machine import here_and_now, require_same_source
 from compare.flags import StudyFlags, find_pythons, hosts_of
@@ -27,7 +27,7 @@ from compare.run.metrics import figures
 from compare.run.rounds import run_missing
 from compare.setup import dry_run
 from compare.setup.effects import require_effects
-from compare.setup.fitting import require_case, require_sides
+from compare.setup.fitting import require_case, require_disk, require_sides
 from compare.setup.presets import SPREAD
 from compare.setup.resuming import find_resume_points, require_resumable
 from compare.setup.sources import freeze_weights, with_model_of
@@ -152,6 +152,8 @@ class Study(StudyFlags, frozen=True, kw_only=True):
         if not cases and left_out:
             raise ExperimentError(f"nothing is left to run: {'; '.join(dict.fromkeys(left_out.values()))}")
         require_effects(self.given, cases.values())
+        if self.keeps_records:
+            require_disk([case.request for case in cases.values()], Path(self.run_dir or RUNS))
         name = Path(self.experiment).stem
         return Outcome(
             study=self.command,

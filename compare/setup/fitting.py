@@ -1,19 +1,22 @@
 """Engines that can run an experiment, and machines that have room for it."""
 
 import math
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from compare.contract.record import ON_HOST
+from compare.contract.request import Request, Rung, rungs_asked_for
 from compare.execute.launch import EnvironmentMissing, require_devices
 from compare.execute.launchers import Hosts
 from compare.execute.pythons import why_not_python
 from compare.execute.this_machine import gpu_memories, memory_bytes
-from compare.numerics.parameters import parameter_count, storage_dtype
 from compare.show.findings import by_reason
 from compare.spec.engines.registry import ENGINES, SIDES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.text import human_bytes
+from compare.theory.memory import checkpoint_bytes, weight_bytes
 from compare.theory.peak import peak_estimate
 
 COMPUTE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -64,6 +67,28 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
         require_memory(engine, experiment, platform=platform)
 
 
+def require_disk(requests: Collection[Request], folder: Path) -> None:
+    """Reject requests whose compared tensors and checkpoints do not fit on the disk of a folder.
+
+    The folder need not exist. Raises ExperimentError.
+    """
+    folder = folder.absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    small = {Rung.BATCH, Rung.ROUTING}
+    sizes = {
+        "compared tensors": sum(
+            len({*rungs_asked_for(one)} - small) * weight_bytes(one.experiment) for one in requests
+        ),
+        "checkpoints": sum(checkpoint_bytes(one.experiment) for one in requests),
+    }
+    if sum(sizes.values()) > free:
+        words = " + ".join(f"{human_bytes(size)} of {name}" for name, size in sizes.items() if size)
+        raise ExperimentError(
+            f"{folder} would need {words}, and {human_bytes(free)} are free: give a --run_dir on a larger "
+            f"disk, or compare or save less with --no_ladder or --checkpoint.keep"
+        )
+
+
 def require_memory(engine: str, experiment: Experiment, *, platform: str) -> None:
     """Reject an experiment that no engine has room for. Raises ExperimentError.
 
@@ -80,7 +105,7 @@ def require_memory(engine: str, experiment: Experiment, *, platform: str) -> Non
         state = {"parameters": sum(parameters), "optimizer state": moments}
         needs = [(state | batch, *here), (state | {"logits": _logits(experiment)}, *here)]
     else:
-        drawn = parameter_count(experiment.model) * storage_dtype(experiment).itemsize
+        drawn = weight_bytes(experiment)
         first, second = max(zip(parameters, optimizer, strict=True), key=sum)
         state = {"parameters": first, "optimizer state": second}
         needs = [(batch, *here), ({"initial weights": float(drawn)}, *here)]

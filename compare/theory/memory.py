@@ -80,7 +80,12 @@ def checkpoint_bytes(experiment: Experiment) -> int:
         return 0
     kept = min(-(-train.max_iters // every), experiment.checkpoint.keep + bool(train.eval_interval))
     copies = 1 + len(moment_names(experiment.optimizer))
-    return kept * copies * storage_dtype(experiment).itemsize * parameter_count(experiment.model)
+    return kept * copies * weight_bytes(experiment)
+
+
+def weight_bytes(experiment: Experiment) -> int:
+    """Bytes of the whole model's weights."""
+    return storage_dtype(experiment).itemsize * parameter_count(experiment.model)
 
 
 def excess(

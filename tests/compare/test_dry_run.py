@@ -1,7 +1,9 @@
 """A dry run prints its plan and starts nothing; it skips engines by name."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -197,3 +199,21 @@ def test_checkpoint_to_resume_is_read(tmp_path, capsys):
     assert whole in capsys.readouterr().err
     assert main([*asked, "--init_from", str(tmp_path)]) == 2
     assert "a checkpoint has its own weights: give one of them" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "needed"),
+    [
+        ([], "of compared tensors, and 1 kB are free"),
+        (["--no_ladder", "--checkpoint.every", "1"], "525 kB of checkpoints, and 1 kB are free"),
+        (["--checkpoint.every", "1"], "of compared tensors + 525 kB of checkpoints, and"),
+    ],
+)
+def test_full_disk_is_rejected(folder_of_tiny, no_process, monkeypatch, capsys, more, needed):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    for dry in (["--dry_run"], []):
+        assert main(["run", "tiny.toml", "--engines", "torch-manual", *more, *dry]) == 2
+        errors = capsys.readouterr().err
+        assert needed in errors
+        assert "give a --run_dir on a larger disk" in errors
+    assert not (folder_of_tiny / "runs").exists()

@@ -11,9 +11,11 @@ import inspect
 import itertools
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,7 +193,7 @@ def write_tokens(folder: Path) -> None:
 
 @pytest.fixture
 def a_machine_with_everything(places, monkeypatch):
-    """Eight GPUs, every package, nothing else running; and no process can start."""
+    """Eight GPUs, a large disk, every package, nothing else running; and no process can start."""
 
     def start(*arguments, **keywords):
         raise Started
@@ -199,6 +201,7 @@ def a_machine_with_everything(places, monkeypatch):
     monkeypatch.chdir(places)
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(launch, "visible_gpus", lambda: 8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e15))
     monkeypatch.setattr(cpu_load, "busy_cores", lambda: 0.0)
     monkeypatch.setattr(data, "standard_library_text", standard_library_text)
 
