@@ -323,6 +323,8 @@ def read_outcome(folder: Path) -> Outcome:
     outcome = read_json(folder / OUTCOME, Outcome)
     if unknown := [case.engine for case in outcome.cases.values() if case.engine not in ENGINES]:
         raise RecordError(f"{folder / OUTCOME} is damaged: engine {unknown[0]} is unknown")
+    if outside := [name for name in outcome.cases if name in ("", ".", "..") or "/" in name]:
+        raise RecordError(f"{folder / OUTCOME} is damaged: {outside[0]!r} is not the name of a folder in it")
     unjudged = [name for name in outcome.finished if name not in outcome.alone]
     if outcome.keeps_records and unjudged:
         raise RecordError(f"{folder / OUTCOME} is damaged: it has no judgement of {unjudged[0]}")

@@ -274,3 +274,16 @@ def test_folder_that_is_not_utf8_is_rejected(engines, capsys, tmp_path, monkeypa
     assert main(["run", "tiny.toml", "--engines", "torch-manual"]) == 2
     assert "this path is not UTF-8: give another folder, or --run_dir" in capsys.readouterr().err
     assert engines.started == []
+
+
+@pytest.mark.parametrize("name", ["../victim", "/victim", "..", "."])
+def test_case_outside_of_its_folder_is_rejected(engines, capsys, name):
+    engines.failing = {"jax-manual": EngineError("lost", exit_code=1)}
+    assert main(RUN) == 1
+    Path("victim").mkdir()
+    path = Path("r", OUTCOME)
+    path.write_text(path.read_text().replace('"jax-manual": {', f'"{name}": {{', 1))
+    for line in (["run", "--continue", "r"], ["report", "r"], ["resume", "r"], ["diff", "r", "r"]):
+        assert main(line) == 2
+        assert f"outcome.json is damaged: '{name}' is not the name of a folder" in capsys.readouterr().err
+    assert Path("victim").is_dir()
