@@ -58,6 +58,8 @@ ADVICE = {
     "shardpair run --preset {first}": ["shardpair run --preset fsdp"],
     "shardpair run --keep_tensors": ["shardpair run --keep_tensors"],
     "shardpair lesson {strategy}": [f"shardpair lesson {name}" for name in LESSONS],
+    "shardpair lesson {name} --results {of}": [f"shardpair lesson fully_sharded --results {RUN}"],
+    "shardpair ledger --results {of} --rows": [f"shardpair ledger --results {RUN} --rows"],
     "shardpair resume {shlex.quote(str(folder))}": [f"shardpair resume {RUN}"],
     "shardpair {self.study} --continue {shlex.quote(str(folder))}": [
         f"shardpair {word} --continue {RUN}" for word in STUDIES if word != "resume"
@@ -78,6 +80,7 @@ ADVISED_FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 FOREIGN = {
     *("cpu-bind", "distribution", "exit-with-stdin", "gpu-bind", "kill-on-bad-exit", "label", "mpi", "nodes"),
     *("ntasks", "ntasks-per-node", "overcommit", "unbuffered", "container-image"),  # srun
+    *("job-name", "time", "signal", "requeue", "open-mode", "output", "gpus-per-node"),  # sbatch
     *("master-addr", "master-port", "nnodes", "node-rank", "nproc-per-node"),  # torchrun
     *("porcelain", "untracked-files", "format", "full-name", "query-gpu"),  # git, nvidia-smi, shells
     *("base", "doctor", "collectives", "convert", "sample"),  # questions to a side
@@ -128,6 +131,7 @@ def test_advised_flags_exist(path):
         known = {flag for word in words | named or COMMANDS for flag in fields_of(COMMANDS[word])}
         for flag in ADVISED_FLAG.findall(text):
             name = flag.rstrip(".").removeprefix("no_")
+            name = name if name in FOREIGN else name.replace("-", "_")  # both are read
             assert name in known | FOREIGN or any(of.startswith(f"{name}.") for of in known), (flag, text)
 
 
