@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.table import Table as RichTable
 
 from compare.show.findings import Findings, Row, Table, Text, by_reason
-from compare.terminal import coloured, print_json, printable, results_console
+from compare.terminal import coloured, errors_console, print_json, printable, results_console
 
 COLOURS = {"pass": "green", "fail": "red"}
 GAP = 2
@@ -20,7 +20,7 @@ HYPHEN = re.compile(r"(?<=\w[-_+])(?=[A-Za-z])")
 
 
 def print_findings(findings: Findings, *, as_json: bool) -> None:
-    """Print findings on stdout."""
+    """Print findings on stdout, and warnings on stderr unless they explain a failure."""
     if as_json:
         print_json(findings.value)
         return
@@ -38,7 +38,8 @@ def print_findings(findings: Findings, *, as_json: bool) -> None:
     for name, why in findings.missing.items():
         console.print(f"{name} {why}", style="red", soft_wrap=True)
     for line in findings.warnings:
-        console.print(line, style="red", soft_wrap=True)
+        to = errors_console() if findings.passed else console  # reasons of a failure are part of the result
+        to.print(line, style="red", soft_wrap=True)
     style = "bold red" if not findings.passed else "bold yellow" if findings.is_doubtful else "bold green"
     console.print(findings.sentence, style=style, soft_wrap=True)
 

@@ -38,8 +38,8 @@ def test_ended_children_are_no_others():
     subprocess.run([sys.executable, "-c", busy], check=True)
     after = cpu_load.OtherProcesses._seconds()
     used, own = (now - then for now, then in zip(after[1:], before[1:], strict=True))
-    assert own >= 0.4
-    assert used >= own - 0.1  # the machine's count includes it; both count in hundredths
+    assert own >= 0.3  # counted in hundredths
+    assert used >= own - 0.1  # of the machine
 
 
 def test_bench_anyway_marks_headline(engines, tmp_path, monkeypatch, capsys):
@@ -51,10 +51,10 @@ def test_bench_anyway_marks_headline(engines, tmp_path, monkeypatch, capsys):
     assert result.options["anyway"]
     assert sorted(result.circumstances.used_by_others.values()) == [0.1, 99.0]
     warning = f"Other processes used up to 99.0 of {cores()} cores while 1 of 2 cases ran"
-    said, page = capsys.readouterr().out, (tmp_path / "b" / "bench.html").read_text()
-    assert warning in said
+    said, page = capsys.readouterr(), (tmp_path / "b" / "bench.html").read_text()
+    assert warning in said.err
     assert warning in page
-    assert "UNRELIABLE (busy machine): Wall time divided by" in said
+    assert "UNRELIABLE (busy machine): Wall time divided by" in said.out
     assert '<p class="verdict doubt">UNRELIABLE' in page
 
 
@@ -62,5 +62,7 @@ def test_run_on_a_busy_machine_warns(engines, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu_load.OtherProcesses, "cores", lambda _: 99.0)
     assert main(["run", "tiny.toml", *ARGUMENTS]) == 0
     warning = f"Other processes used up to 99.0 of {cores()} cores while 2 of 2 cases ran"
-    assert warning in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert warning in said.err
+    assert warning not in said.out  # pages of the documentation have the output of an idle machine
     assert warning in (tmp_path / "b" / "report.html").read_text()

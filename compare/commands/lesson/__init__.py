@@ -13,7 +13,7 @@ from compare.flags import SidePythons, defaults_for
 from compare.judge.outcome import read_run
 from compare.setup.lessons import FOLDERS, LESSONS
 from compare.system.tensors import RecordError
-from compare.terminal import print_json, results_console
+from compare.terminal import errors_console, print_json, results_console
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -83,7 +83,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         else:
             console = results_console()
             for line in warn_of_load(outcome):
-                console.print(line, style="red", soft_wrap=True)
+                errors_console().print(line, style="red", soft_wrap=True)
             console.print(sentence, style="bold green" if passed else "bold red", soft_wrap=True)
             console.print(f"lesson: {page}", soft_wrap=True)
         return 0 if passed else 1

@@ -70,7 +70,7 @@ def write_lesson(strategy: str, outcome: Outcome, records: Mapping[str, Record],
             carried.setdefault(row.kind, {})[row.purpose] = None
     keys = sorted(most, key=lambda key: (-most[key], key))
     layout = layout_in_words(experiment, outcome.platform)
-    headline, *exceptions = outcome.sentence().split("; ")
+    headline, *exceptions = re.split(r"; (?![^(]*\))", outcome.sentence())
     findings = Findings(
         title=f"{lesson.title}: one question, {len(sources)} answers",
         sentence=headline if outcome.passed else outcome.sentence(),
