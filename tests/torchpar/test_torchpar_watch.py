@@ -1,6 +1,8 @@
 """The watch over a step: the module that runs in forward, in backward, and in a recomputed forward."""
 
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torchpar.mlp
 import torchpar.model
+from compare.contract.request import Request
 from compare.numerics.parameters import initial_parameters
-from compare.spec.experiment import Experiment, Model
+from compare.spec.experiment import Experiment, Model, edited
+from torchpar.measure.instruments import Instruments
 from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.memory import MemorySink
 from torchpar.measure.watch import Sink, Watch
@@ -122,3 +126,11 @@ def test_watch_keeps_no_tensor():
             model(torch.ones(4, 8)).sum().backward()
             assert model.part.made
             assert all(made() is None for made in model.part.made)
+
+
+@pytest.mark.parametrize(("steps", "watched"), [(1, 0), (2, 0), (3, 2), (9, 2)])
+def test_watched_step_is_not_step_1(tiny, steps, watched):
+    """DDP sends the order of its buckets in step 1."""
+    request = Request(engine="torch-library", experiment=edited(tiny, {"train": {"max_iters": steps}}))
+    run: Any = SimpleNamespace(request=request, mesh=SimpleNamespace(axes={}))
+    assert Instruments(run).watched == watched
