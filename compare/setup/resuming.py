@@ -25,13 +25,19 @@ MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
 
 
 def any_checkpoint(source: Path) -> Path:
-    """The checkpoint in a folder, or the newest of an engine's run. Raises CheckpointError: there is none."""
+    """The checkpoint in a folder, or the newest of a run of one engine.
+
+    Raises CheckpointError: there is none, or there are several engines.
+    """
     if (source / DESCRIPTION).is_file():
         return source
     if steps := checkpoints_in(source / CHECKPOINTS):
         return steps[max(steps)]
-    if engines := [path for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)]:
-        raise CheckpointError(f"{source} is a run of several engines: give one, such as {engines[0].parent}")
+    engines = [path.parent for path in sorted(source.glob(f"*/{CHECKPOINTS}")) if checkpoints_in(path)]
+    if len(engines) == 1:
+        return any_checkpoint(engines[0])
+    if engines:
+        raise CheckpointError(f"{source} is a run of several engines: give one, such as {engines[0]}")
     if advice := advice_for(source):
         raise CheckpointError(f"{source} {advice}")
     raise CheckpointError(

@@ -41,7 +41,8 @@ def test_convert_run_to_weights_and_checkpoint(given, tmp_path, capsys):
     found = load_file(tmp_path / "w.safetensors")
     for name, array in weights().items():
         np.testing.assert_array_equal(found[name], array)
-    assert main(["convert", str(given), str(tmp_path / "copy"), "--json"]) == 0
+    os.renames(tmp_path / "given", tmp_path / "run" / "torch-manual")  # a run of one engine
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "copy"), "--json"]) == 0
     assert_is_random(tmp_path / "copy", EXPERIMENT)
     printed = capsys.readouterr().out.splitlines()
     said = "weights, of torch-manual, at step 7, after 5 updates: 2 layers of width 6, dropout 0.0, float64"

@@ -182,7 +182,9 @@ def folder(no_process, tmp_path, monkeypatch):
         "short.txt": "a few words",
     }.items():
         Path(name).write_text(text)
-    for name in ("nanogpt/prepare.py", f"several/jax-manual/{CHECKPOINTS}/step-00000001/{DESCRIPTION}"):
+    saved = f"{CHECKPOINTS}/step-00000001/{DESCRIPTION}"
+    engines = (f"several/{name}/{saved}" for name in ("jax-manual", "torch-manual"))
+    for name in ("nanogpt/prepare.py", *engines):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("")
     Path("binary.toml").write_bytes(bytes(range(256)))
