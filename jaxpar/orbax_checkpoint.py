@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 
-from compare.checkpoint.description import FORMAT, WEIGHTS, Checkpoint, groups
+from compare.checkpoint.description import FORMAT, WEIGHTS, Checkpoint, digest_of, groups
 from compare.checkpoint.reader import CheckpointError, CheckpointReader
 from compare.checkpoint.saver import write_checkpoint
 from compare.numerics.parameters import fingerprint
@@ -33,8 +33,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
         ITEMS.get(group, group): from_canonical(dict(reader.group(group)), experiment.model)
         for group in groups(experiment)
     }
-    described = msgspec.structs.replace(reader.description, format=FORMAT, files={}, sha256="")
-    words = msgspec.to_builtins(msgspec.structs.replace(described, sha256=described.digest))
+    words = msgspec.to_builtins(msgspec.structs.replace(reader.description, format=FORMAT, files={}))
+    words["sha256"] = digest_of(words)
     sums = {group: fingerprint(reader.group(group)) for group in groups(experiment)}
     arguments = {
         STATE: ocp.args.StandardSave({**state, "step": np.asarray(reader.description.updates)}),
@@ -61,7 +61,7 @@ def import_checkpoint(source: Path, target: Path) -> None:
         try:
             words = restored(**{DESCRIPTION: ocp.args.JsonRestore()})[DESCRIPTION]
             description = msgspec.convert(words, Checkpoint)
-            if description.format > 1 and description.sha256 != description.digest:
+            if description.format > 1 and description.sha256 != digest_of(words):
                 raise CheckpointError("its description has changed since it was written (sha256)")
             experiment = description.experiment
             revalidate(experiment)

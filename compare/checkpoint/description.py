@@ -14,12 +14,12 @@ A checkpoint is written under a temporary name, with checksums, and renamed when
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from msgspec.structs import replace
 
 from compare.numerics.loss_scale import LossScale
 from compare.numerics.optimizer import moment_names
@@ -72,17 +72,17 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Digest of all other fields. '' in format 1."""
 
     @property
-    def digest(self) -> str:
-        """The SHA-256 of all fields but `sha256`."""
-        return hashlib.sha256(msgspec.json.encode(replace(self, sha256=""))).hexdigest()
-
-    @property
     def contradiction(self) -> str:
         """Fields that contradict each other, in words; '' if none do."""
         dtype = self.experiment.precision.dtype
         if self.updates > self.step:
             return f"it has {self.updates} updates after {self.step} steps"
         return f"it has a loss scale in {dtype}" if self.loss_scale and dtype != "float16" else ""
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """The SHA-256 of all fields but `sha256`, as they are in the file: later versions have more fields."""
+    return hashlib.sha256(msgspec.json.encode({**fields, "sha256": ""})).hexdigest()
 
 
 def key(group: str, name: str) -> str:

@@ -19,6 +19,7 @@ from compare.checkpoint.description import (
     WEIGHTS,
     Checkpoint,
     FileSum,
+    digest_of,
     key,
     step_in_name,
     tensor_shapes,
@@ -171,7 +172,7 @@ def read_description(folder: Path) -> Checkpoint:
             f"wrote it"
         )
     why = description.contradiction
-    if description.format > 1 and description.digest != description.sha256:
+    if description.format > 1 and digest_of(msgspec.json.decode(path.read_bytes())) != description.sha256:
         why = "it has changed since it was written (sha256)"
     elif (step := step_in_name(folder)) not in (None, description.step):
         why = f"its folder is named after step {step}, and it is of step {description.step}"

@@ -30,6 +30,7 @@ from compare.checkpoint.description import (
     Checkpoint,
     FileSum,
     checkpoints_in,
+    digest_of,
     folder_name,
     groups,
     key,
@@ -196,7 +197,8 @@ def _write_files(
         path.unlink()
     created = datetime.now(UTC).isoformat(timespec="seconds")
     checkpoint = msgspec.structs.replace(checkpoint, files=all_sums, created_utc=created, sha256="")
-    write_json(unfinished / DESCRIPTION, msgspec.structs.replace(checkpoint, sha256=checkpoint.digest))
+    digest = digest_of(msgspec.to_builtins(checkpoint))
+    write_json(unfinished / DESCRIPTION, msgspec.structs.replace(checkpoint, sha256=digest))
     _to_disk(unfinished)
     unfinished.rename(final)
     _to_disk(final.parent)
