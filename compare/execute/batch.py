@@ -22,7 +22,7 @@ else
 fi
 case $? in 4) [ "$turn" -lt 20 ] && scontrol requeue "$SLURM_JOB_ID" ;; esac
 """
-LEFT_OUT = ("--dry_run", "--dry-run", "--json")
+LEFT_OUT = ("--dry_run", "--json")
 
 
 def requests(nodes: int, gpus: int) -> list[str]:
@@ -35,7 +35,7 @@ def batch_script(line: str, *, nodes: int, gpus: int = 0, options: tuple[str, ..
 
     Hosts are `nodes`, with `gpus` each; `options` are of `srun`.
     """
-    words = [word for word in shlex.split(line) if word not in LEFT_OUT]
+    words = [word for word in shlex.split(line) if word.replace("dry-run", "dry_run") not in LEFT_OUT]
     how = ["--launcher", "slurm", *(["--platform", "gpu"] if gpus else [])]
     how += [f"--launcher_options={shlex.join(options)}"] if options else []
     return SCRIPT.format(
