@@ -124,8 +124,16 @@ def _read_dtypes(run: Observed) -> Iterator[Finding]:
         what = "gradients" if is_of_gradients else "streams" if is_of_stream else ""
         if what and row.dtype:
             sent.setdefault(what, set()).update(OF_HLO.get(dtype, dtype) for dtype in row.dtype.split(", "))
+    if _infers_shapes(run) and "streams" in sent:
+        sent["streams"] -= {"int32", "int64", "uint8"}  # the shapes
     for what, dtypes in sent.items():
         yield Finding(f"dtype of {what} that are sent", stored, ", ".join(sorted(dtypes)))
+
+
+def _infers_shapes(run: Observed) -> bool:
+    """True if the observed step is the first of PyTorch's pipeline, which runs and sends more than others."""
+    is_first = run.record.steps[0].instrumented
+    return is_first and run.experiment.layout.pp > 1 and run.engine.sends_by == "pytorch"
 
 
 def _read_kept_dtypes(run: Observed) -> Iterator[Finding]:
@@ -181,6 +189,8 @@ def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
 
 def _read_remat(run: Observed) -> Iterator[Finding]:
     """Recomputation in backward, from counts of operations."""
+    if _infers_shapes(run):
+        raise ValueError("PyTorch's pipeline infers shapes in the first step, which was observed")
     forward, again = Counter(run.work.forward), Counter(run.work.again)
     blocks = forward["activations"]
     yield Finding("blocks that forward runs", str(blocks_that_run(run.engine, run.experiment)), str(blocks))
@@ -250,6 +260,8 @@ def _read_gradient_sync(run: Observed) -> Iterator[Finding]:
         or (layout.zero and not engine.is_jax)
     ):
         return
+    if by_ddp and run.record.steps[0].instrumented:
+        raise ValueError("DDP forms its buckets after the first step, which was observed")
     asked = layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
     calls, replicas = [0] * layout.pp, joined_of(REPLICAS, layout.axes)
     for row in run.record.ledger.rows:

@@ -74,6 +74,39 @@ def test_buckets_of_ddp_are_recognised(tmp_path, tiny, bucket_mb, count):
         assert not strategy_of(with_calls(record, [wrong])).found("layout.gradient_sync").startswith("ddp of")
 
 
+def first_observed(record):
+    """The record of a short run: its first step was observed."""
+    first, *others = record.steps
+    return replace(record, steps=[replace(first, instrumented=True), *others])
+
+
+def test_first_buckets_of_ddp_are_not_compared(tmp_path, tiny):
+    """In the first step a bucket has up to 1 MB, also if bucket_mb is smaller."""
+    record = make_record(tmp_path / "a", edited(tiny, DDP), engine="torch-library")
+    strategy = strategy_of(with_calls(first_observed(record), [1]))
+    assert "layout.gradient_sync" not in strategy.objections
+    assert "after the first step" in strategy.uncompared["layout.gradient_sync"]
+
+
+def test_first_step_of_pytorchs_pipeline_infers_shapes(tmp_path, tiny):
+    record = make_record(
+        tmp_path / "a", edited(tiny, {"layout": {"pp": 2, "microbatches": 2}}), engine="torch-library"
+    )
+    stream = Communication(kind="permute", axis="pp", calls=9, bytes=9, wire_bytes=9, dtype="float64, int64")
+    forward = {part: 2 * count for part, count in record.work.forward.items()}
+    more = replace(
+        record,
+        work=replace(record.work, forward=forward | {"logits": record.work.forward["logits"]}),
+        ledger=Ledger(rows=[*record.ledger.rows, stream]),
+    )
+    assert {"dtype of streams that are sent", "blocks that forward runs"} <= strategy_of(
+        more
+    ).objections.keys()
+    strategy = strategy_of(first_observed(more))
+    assert not strategy.objections
+    assert "infers shapes" in strategy.uncompared["layout.remat"]
+
+
 def test_each_chunk_has_a_ddp_of_its_own(tmp_path):
     """Counted in PyTorch's ledger, on both ranks: four layers in four stages."""
     layout = {"pp": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 2, "dp_replicate": 2}
