@@ -50,8 +50,8 @@ class Engine:
         to_shards: parameters -> the shards that devices update.
         from_shards: updated shards -> parameters.
         placements: a tree of `Placement`s like the parameters.
-        summed_microbatches: in float16, backward starts from the loss scale divided by this number. It
-            counts the mean losses that are averaged after backward, per mean loss that is averaged before it.
+        averaged_losses: the number of mean losses whose gradients are averaged after backward, over passes,
+            microbatches and devices. In float16, backward starts from the loss scale divided by it.
         on_mesh: (a step that uses the four functions, shardings) -> a step on global arrays.
         ticks: the schedule of jax-manual's pipeline.
     """
@@ -64,7 +64,7 @@ class Engine:
     experiment: Experiment
     mesh: Mesh
     placements: Any
-    summed_microbatches: float = 1
+    averaged_losses: int = 1
     on_mesh: Callable[[Callable[..., Any], Shardings], Callable[..., Any]] = lambda step, _: step
     ticks: Ticks | None = None
     compiler_options: dict[str, Any] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """The training step of all engines: `train_step`. An engine adds four functions to it (`engine.Engine`).
 
 In float16, backward starts from the loss times a scale (`compare.numerics.loss_scale`). The gradients are
-divided by the scale. A step whose gradients overflow changes no weight and no moment. All engines multiply
-the loss of each part of a batch by an equal factor, so that they overflow at the same steps.
+divided by the scale. A step whose gradients overflow changes no weight and no moment. Each device begins with
+its share of the mean over the whole batch, so that the same steps overflow on every layout.
 
 Legend: A gradient accumulation, B batch, T position, L layers.
 """
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from compare.numerics.loss_scale import LARGEST
 from jaxpar.hooks import identity
 from jaxpar.mlp import Routing
 from jaxpar.model import Loss
@@ -36,10 +37,11 @@ def train_step(
         Parameters, optimizer state, metrics, and gradients before clipping. Metrics are "loss" and
         "grad_norm"; with experts also "expert_ids" (A, L, B, T, k) and "tokens_per_expert" (L, E), int32.
     """
-    scale = scalars["loss_scale"] / engine.summed_microbatches if "loss_scale" in scalars else None
+    scale = scalars["loss_scale"] / engine.averaged_losses if "loss_scale" in scalars else None
     # All messages of forward and backward, and the reduction of the gradients.
     (loss, routing), gradients = engine.gradients(params, batch, scale)
-    gradients = unscale_gradients(gradients, scale)
+    if scale is not None:
+        gradients = unscale_gradients(gradients, scale, largest=LARGEST / scalars["loss_scale"])
     norm = engine.norm(gradients)  # all-reduces of single numbers
     shards = engine.to_shards(params)  # slices: nothing is sent
     updates, new_state = engine.optimizer.update(gradients, opt_state, shards, norm, scalars)
@@ -111,6 +113,11 @@ _scale_gradient.defvjp(
 )
 
 
-def unscale_gradients(gradients: Any, scale: jax.Array | None) -> Any:
-    """Gradients divided by `scale`. An overflow stays infinite or NaN."""
-    return gradients if scale is None else jax.tree.map(lambda g: g / scale, gradients)
+def unscale_gradients(gradients: Any, scale: jax.Array, *, largest: jax.Array) -> Any:
+    """Gradients divided by `scale`. An entry beyond `largest` becomes infinite: the step overflows."""
+
+    def unscale(gradient: jax.Array) -> jax.Array:
+        gradient = gradient / scale
+        return jnp.where(jnp.abs(gradient) > largest, jnp.inf, gradient)
+
+    return jax.tree.map(unscale, gradients)

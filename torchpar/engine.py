@@ -28,7 +28,7 @@ class Engine:
         run_pipeline: called instead of `module`, with a batch of all passes, a context for each forward, and
             the factor of the loss. Returns the mean loss; adds gradients, if gradients are enabled.
         end_evaluation: called after the last forward without a backward.
-        loss_mean_ranks: the number of ranks whose rows the loss already averages before backward.
+        loss_is_global: whether the loss, before backward, is the mean over the rows of all ranks.
         resized_buffers: flat tensors that FSDP frees and allocates again, for the memory profile.
         compiled: the work of a compiled `module`, as fields of the record's work; None if it is not compiled.
     """
@@ -41,7 +41,7 @@ class Engine:
     step_context: Callable[[], AbstractContextManager] = nullcontext
     run_pipeline: Callable[..., torch.Tensor] | None = None
     end_evaluation: Callable[[], None] = lambda: None
-    loss_mean_ranks: int = 1
+    loss_is_global: bool = False
     resized_buffers: tuple[torch.Tensor, ...] = ()
     compiled: Callable[..., Mapping[str, Any]] | None = None
 

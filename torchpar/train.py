@@ -1,6 +1,7 @@
 """Training on one rank: `train` sets up and loops, `train_step` is one step. All engines share both."""
 
 import importlib
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,11 +12,13 @@ import torch
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
 from compare.numerics.data import open_corpus
+from compare.numerics.loss_scale import LARGEST
 from compare.numerics.optimizer import learning_rate
 from compare.numerics.stream import arrays_of_step
 from compare.side.ending import StopRequest
 from compare.side.inputs import starting_parameters
 from compare.side.recording import Progress, Recording
+from compare.spec.axes import DATA
 from compare.spec.engines.registry import TORCH
 from torchpar import compiler, library, manual
 from torchpar.batch import RankBatch
@@ -27,7 +30,7 @@ from torchpar.launch import Rank
 from torchpar.optimizer import clip_gradients
 from torchpar.record import first_sha256, make_recording
 from torchpar.run import Run, now
-from torchpar.sharding import local
+from torchpar.sharding import TensorsByName, local
 from torchpar.weights import empty_model
 
 MAKE_ENGINE = {
@@ -88,15 +91,16 @@ def train_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step: the gradients of the mean loss, clipping, and the update of the weights.
 
-    In float16 backward begins with the loss times a scale, and the gradients are divided by it. All engines
-    begin with the same share of the mean, so the same steps overflow.
+    In float16 backward begins with the loss times a scale, and the gradients are divided by it. Each rank
+    begins with its share of the mean over all ranks, so the same steps overflow on every layout.
 
     `run.rank.at` is a heartbeat for the supervisor, and sends nothing.
     `on_gradients` is called when the gradients are complete, before clipping. Returns the mean loss and the
     norm before clipping, both (). If the norm is not finite, the gradients stay, and nothing is updated.
     """
     engine, state, config = run.engine, run.state, run.experiment.optimizer
-    scale = state.loss_scale.scale * engine.loss_mean_ranks if state.loss_scale else 1.0
+    averaged = 1 if engine.loss_is_global else run.mesh.joined(*DATA).size  # losses, after backward
+    scale = state.loss_scale.scale / averaged if state.loss_scale else 1.0
 
     # Forward and backward send the messages of tp, cp, ep, pp and ZeRO-3: the engine's modules make them. In
     # the last backward most engines also start to reduce gradients.
@@ -107,7 +111,7 @@ def train_step(
         # Wait for the reductions that backward started, and make the others: gradients are complete then.
         engine.finish_gradients()
         if state.loss_scale:
-            torch._foreach_div_([local(gradient) for gradient in engine.gradients().values()], scale)
+            unscale_gradients(engine.gradients(), scale, largest=LARGEST / state.loss_scale.scale)
         loss = run.mean_over_data(loss)  # an all-reduce of one number
     on_gradients()
 
@@ -123,6 +127,13 @@ def train_step(
         engine.optimizer.step()
         engine.optimizer.zero_grad(set_to_none=True)
     return loss, norm
+
+
+def unscale_gradients(gradients: TensorsByName, scale: float, *, largest: float) -> None:
+    """Divide gradients by `scale`. An entry beyond `largest` becomes infinite: the step overflows."""
+    for gradient in map(local, gradients.values()):
+        gradient.div_(scale)
+        gradient.masked_fill_(gradient.abs() > largest, math.inf)
 
 
 def forward_backward(run: Run, batch: RankBatch, scale: float) -> torch.Tensor:

@@ -6,6 +6,10 @@ gradients is not finite on any device. The step is then skipped and the scale is
 Adam's count stay. The learning rate counts skipped steps, as in nanoGPT. After `loss_scale_window` steps
 without an overflow the scale is doubled.
 
+The same steps overflow on every layout. Each device begins backward with its share of the mean over the
+batch, and products of some rows rarely overflow before products of all rows. A mean gradient that would
+exceed `LARGEST` when multiplied by the scale counts as an overflow, as it is on one device.
+
 Sources: Micikevicius et al., Mixed Precision Training (arXiv 1710.03740, section 3.2). Hysteresis and the
 smallest scale follow the dynamic loss scalers of Megatron-LM and DeepSpeed.
 """
@@ -18,6 +22,8 @@ from msgspec.structs import replace
 from compare.spec.sections import LARGEST_LOSS_SCALE, Precision
 
 FACTOR = 2.0
+LARGEST = 65504.0
+"""The largest number of float16."""
 
 
 class LossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

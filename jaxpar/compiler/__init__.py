@@ -41,17 +41,19 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     accumulated = specs(placements, sharded=layout.zero >= 2)
     reduce = shard if layout.zero >= 2 else identity
 
+    # Full gradients (zero 0 and 1) stay local to a replica until all passes are done. Exclude ep: its
+    # ranks exchange tokens, which separate replica rows would prevent.
+    axes = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
+    deferred = data_parallel.deferred_replicas(experiment, axes)
+
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
         def accumulate(params: Any, batch: Any) -> Any:
             if layout.pp > 1:
                 batch = to_microbatches(batch, microbatches=layout.microbatches)
             return accumulate_gradients(loss, params, batch, scale=scale, reduce=reduce)
 
-        # Full gradients (zero 0 and 1) stay local to a replica until all passes are done. Exclude ep: its
-        # ranks exchange tokens, which separate replica rows would prevent.
-        deferred = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
         value, gradients = data_parallel.synchronize_gradients(
-            accumulate, params, batch, axes=deferred, has_inner_loop=layout.pp > 1
+            accumulate, params, batch, axes=axes, deferred=deferred
         )
         return value, shard(lax.with_sharding_constraint(gradients, accumulated))
 
@@ -65,7 +67,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
         mesh=mesh,
         placements=placements,
         # The loss of a pipeline is already the mean of all microbatches.
-        summed_microbatches=1 if layout.pp > 1 else experiment.train.gradient_accumulation_steps,
+        averaged_losses=deferred * (1 if layout.pp > 1 else experiment.train.gradient_accumulation_steps),
     )
 
 

@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from compare.spec.axes import DP_REPLICATE, ROWS
+from compare.spec.experiment import Experiment
 from jaxpar.mlp import Routing
 from jaxpar.placement import merge_dims
 
@@ -39,19 +40,23 @@ def synchronize_gradients(
     batch: Any,
     *,
     axes: tuple[str, ...] = (AXIS,),
-    has_inner_loop: bool = False,
+    deferred: int = 1,
 ) -> tuple[tuple[jax.Array, Routing], Any]:
     """Mean loss and gradients over a batch (A, B, ...) whose rows are split over devices.
 
     Args:
         axes: the first of `compare.spec.axes.ROWS`: gradients are summed over them once, after all passes.
-        has_inner_loop: `gradients_of` also loops within a pass, as a pipeline does.
+        deferred: `deferred_replicas` along `axes`, whose mean gradients are averaged after all passes.
     """
-    replicas = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
-    has_loop = has_inner_loop or len(jax.tree.leaves(batch)[0]) > 1
-    if replicas > 1 and has_loop:
-        return reduce_after_accumulation(gradients_of, params, batch, axes=axes, replicas=replicas)
+    if deferred > 1:
+        return reduce_after_accumulation(gradients_of, params, batch, axes=axes, replicas=deferred)
     return reduce_in_backward(gradients_of, params, batch)
+
+
+def deferred_replicas(experiment: Experiment, axes: tuple[str, ...]) -> int:
+    """Number of replicas along `axes` that reduce after a loop over passes or pipeline ticks, or 1."""
+    has_loop = experiment.layout.pp > 1 or experiment.train.gradient_accumulation_steps > 1
+    return math.prod(experiment.layout.axes[axis] for axis in axes) if has_loop else 1
 
 
 def reduce_in_backward(

@@ -47,8 +47,6 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
             loss, params, batch, placements, zero=layout.zero, scatter=scatter, scale=scale
         )
 
-    # The loss of a pipeline is the mean of all microbatches; each replica's loss is divided before backward.
-    summed = 1 if layout.pp > 1 else experiment.train.gradient_accumulation_steps
     return Engine(
         gradients=gradients,
         norm=global_norm,
@@ -58,7 +56,8 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
         experiment=experiment,
         mesh=mesh,
         placements=placements,
-        summed_microbatches=summed / (layout.data_parallel * layout.cp),
+        # The loss is the mean over devices, and in a pipeline over all microbatches.
+        averaged_losses=1 if layout.pp > 1 else experiment.train.gradient_accumulation_steps,
     )
 
 

@@ -83,7 +83,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
         experiment=experiment,
         mesh=mesh,
         placements=placements,
-        summed_microbatches=passes * layout.microbatches,
+        averaged_losses=passes * layout.microbatches * layout.data_parallel * layout.cp,
         on_mesh=run_per_device,
         ticks=ticks,
         compiler_options=collectives.KEEP_COLLECTIVES_APART,

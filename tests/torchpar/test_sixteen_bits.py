@@ -1,9 +1,11 @@
 """Runs in 16 bits: right runs pass, and timed windows must have the dtype, too."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from unittest.mock import patch
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from compare.contract.request import Request
@@ -12,12 +14,14 @@ from compare.judge.alone import judged
 from compare.judge.rounding import loss_rounding
 from compare.judge.rungs import NAMED
 from compare.numerics.initial_weights import write_weights
+from compare.numerics.loss_scale import LARGEST
 from compare.numerics.parameters import initial_parameters
 from compare.spec.experiment import Data, Experiment, edited
 from tests.support.records import climbed
 from tests.support.torch_runs import trained
 from tests.support.warm import run_torchpar
 from torchpar.run import Run
+from torchpar.train import unscale_gradients
 
 
 @pytest.fixture
@@ -78,3 +82,13 @@ def test_larger_logits_have_a_larger_limit(tmp_path, tiny):
     wrong = replace(records[1], steps=[replace(one, loss=1.001 * one.loss), *records[1].steps[1:]])
     assert climbed(records[0], wrong).failure.rung == "loss"
     assert loss_rounding(replace(records[0], folder=tmp_path), "float16") == 0.0
+
+
+def test_gradient_that_exceeds_float16_is_infinite():
+    """A sum over ranks can exceed float16 where no part does: one device would overflow."""
+    largest = LARGEST / 2.0**16
+    gradient = torch.tensor([1.0, -largest, math.nan, 3 * largest, -3 * largest]) * 2.0**14
+    unscale_gradients({"w": gradient}, 2.0**14, largest=largest)
+    assert gradient.tolist()[:2] == [math.inf, -largest]
+    assert gradient[2].isnan()
+    assert gradient[3:].isinf().all()

@@ -101,6 +101,6 @@ def _place(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine
         finish=finish_gradients,
         module=model,
         optimizer=optimizer,
-        loss_mean_ranks=mesh.joined(*DATA).size,
+        loss_is_global=True,
         **({"end_evaluation": gathered.free} if gathered else {}),
     )
