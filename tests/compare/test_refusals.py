@@ -101,7 +101,7 @@ REFUSED = {
     "run --data.source text.zst": "text.zst is in the format Zstandard",
     "run --data.source text.parquet": "text.parquet is in the format Parquet",
     "run --data.source saved.npy": "saved.npy is a file of numpy.save",
-    "run --data.source beyond.bin": "token 256, beyond model.vocab_size = 256",
+    "run --data.source beyond.bin": "token 300, beyond model.vocab_size = 256",
     # Folders and programs.
     "run --run_dir taken": "taken exists already",
     "run --run_dir empty.txt/inside": "empty.txt/inside cannot be created",
@@ -189,7 +189,7 @@ def folder(no_process, tmp_path, monkeypatch):
         Path(name).write_text("")
     Path("binary.toml").write_bytes(bytes(range(256)))
     Path("odd.bin").write_bytes(b"x" * 2001)
-    np.full(5000, 256, "<u2").tofile("beyond.bin")
+    np.full(5000, 300, "<u2").tofile("beyond.bin")
     np.save("saved.npy", np.arange(5000))
     text = bytes(range(97, 123)) * 200
     for name, pack in {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}.items():
