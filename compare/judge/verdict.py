@@ -24,6 +24,8 @@ from compare.spec.experiment import differing_keys
 SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
 """Settings in which two compared runs may not differ. Layouts and other precision settings may."""
 OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
+TRAINED = ("later_weights", "final_weights", "loss_curve", "norm_curve", "evaluations")
+"""Rungs whose errors grow over the steps of a training. A large learning rate amplifies rounding most."""
 UNASKED = "it was not asked for"
 OTHER_CORPUS = "the two runs read different training tokens"
 
@@ -87,6 +89,9 @@ class Verdict(Struct, frozen=True, kw_only=True):
             return f"all numbers agree ({len(self.rungs) - 1} rungs); {sentence} (--numbers_only skips it)"
         if bad.first and bad.first != bad.worst and math.isfinite(bad.error):
             sentence += f"; the first in backward is {bad.first}"
+        is_exact = bad.tolerance <= NAMED[bad.rung].limits.float64
+        if bad.rung in TRAINED and not is_exact and math.isfinite(bad.error):
+            sentence += "; rounding grows over the steps: try --precision.dtype float64, too"
         routing = self.result("later_routing")
         return f"{sentence}; {routing.worst}" if routing and routing.error and routing != bad else sentence
 

@@ -39,6 +39,17 @@ def test_equal_runs_pass_every_rung(tmp_path, tiny, reference):
     assert max(result.error for result in verdict.rungs) < 1e-15
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_late_failure_below_float64_names_rounding(tmp_path, tiny, dtype):
+    spec = edited(tiny, {"precision": {"dtype": dtype}})
+    steps = make_steps(spec)
+    steps[-1] = replace(steps[-1], loss=steps[-1].loss * 1.1)
+    right = make_record(tmp_path / "right", spec)
+    verdict = climbed(right, make_record(tmp_path / "late", spec, steps=steps))
+    assert verdict.failure.rung == "loss_curve"
+    assert ("rounding grows" in verdict.sentence()) == (dtype == "float32")
+
+
 WEIGHTS = (Rung.INITIAL_WEIGHTS, Rung.FIRST_WEIGHTS, Rung.LATER_WEIGHTS)
 DAMAGED = {rung: str(rung) for rung in (*WEIGHTS, Rung.GRADIENTS)}
 DAMAGED |= dict.fromkeys((Rung.FIRST_M, Rung.FIRST_V), "first_moments")

@@ -16,7 +16,7 @@ from torchpar.record import make_recording
 from torchpar.train import set_up, train_steps
 
 # Weights of 1e30 overflow in any layer. One layer and no ladder: one small program to compile.
-DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr", "--optimizer.warmup_iters", "0")
+DIVERGING = ("--optimizer.learning_rate", "1e30", "--optimizer.no-decay_lr")
 SMALL = ("--model.n_layer", "1", "--train.max_iters", "6", "--no_ladder")
 
 
