@@ -10,10 +10,6 @@ if TYPE_CHECKING:
 
     from compare.contract.ledger import Ledger
 
-_found = find_spec("compare")
-if _found and _found.origin and not (Path(_found.origin).parent / "contract" / "request.py").is_file():
-    raise ImportError(f"{_found.origin} hides shardpair's package `compare`: rename it")
-
 PACKAGES = ("torch", "numpy")
 """Packages on which a rank's numbers depend."""
 
@@ -24,6 +20,14 @@ def ledger(mesh: "DeviceMesh | None" = None) -> "AbstractContextManager[Ledger]"
     Process groups get the names of the dimensions of `mesh`. Without a mesh PyTorch's default group, which a
     mesh of one dimension uses, is `world`.
     """
+    require_compare()
     from torchpar.measure.ledger import ledger_of
 
     return ledger_of(mesh)
+
+
+def require_compare() -> None:
+    """Raise ImportError if another module hides the package `compare`. It is not executed."""
+    found = find_spec("compare")
+    if found and found.origin and not (Path(found.origin).parent / "contract" / "request.py").is_file():
+        raise ImportError(f"{found.origin} hides shardpair's package `compare`: rename it")

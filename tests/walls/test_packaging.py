@@ -23,9 +23,9 @@ def test_data_files_are_packaged(package):
 
 
 HIDDEN = {
-    "torchpar": "-c import torchpar",
-    "jaxpar": "-c import jaxpar",
-    "command": "-m shardpair_command list",
+    "torchpar": "-c import torchpar; torchpar.ledger()",
+    "jaxpar": "-c import jaxpar; jaxpar.ledger(print, mesh=None)",
+    "command": "-m torchpar.command list",
 }
 
 

@@ -1,12 +1,14 @@
-"""The program `shardpair`. Its first import finds another module that hides the package `compare`."""
+"""The program `shardpair`. It stands outside of `compare`, which another module of this name may hide."""
 
 import sys
+
+from torchpar import require_compare
 
 
 def main() -> None:
     """Run the command line. Exits with code 2 if another module hides the package `compare`."""
     try:
-        import torchpar  # noqa: F401 (imports no PyTorch)
+        require_compare()
     except ImportError as error:
         print(f"shardpair: error: {error}", file=sys.stderr)
         sys.exit(2)
