@@ -52,6 +52,9 @@ KNOWN_AS = {
 }
 """Names of other programs -> names of shardpair, of any kind."""
 
+LEAST = 0.7
+"""Least similarity of a name that an error suggests."""
+
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """The known names that a word may mean, at most three; a field's name also stands for `section.field`."""
@@ -68,7 +71,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
         return by_key[key][:3]
     if len(key) > 2 and 0 < len(begin) <= 3:
         return list(begin)
-    return [name for found in difflib.get_close_matches(key, by_key, 1) for name in by_key[found][:1]]
+    return [name for found in difflib.get_close_matches(key, by_key, 1, LEAST) for name in by_key[found][:1]]
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
