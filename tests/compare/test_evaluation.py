@@ -78,7 +78,7 @@ def test_engines_evaluate_as_one_device(grid, row):
         losses = [(one.train, one.validation) for one in record.evaluations]
         np.testing.assert_allclose(losses, expected, rtol=1e-12)
     # The watched step comes after an evaluation, and sends what any other does: `strategy` is a rung.
-    assert abs(expected[0][1] - math.log(256)) < 0.1  # untrained weights know nothing
+    assert abs(expected[0][1] - math.log(256)) < 0.3  # untrained weights, with a large train.init_std
 
 
 @pytest.mark.parametrize("row", [*DEVICES, *SOME])

@@ -96,7 +96,7 @@ def test_full_disk_ends_a_side_with_one_line(tmp_path, tiny):
     done = processes.run([*limited, sys.executable, "-m", "jaxpar", str(tmp_path)])
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"jaxpar: {tmp_path}: File too large: make room, and run again")
+    assert line.startswith(f"jaxpar: {tmp_path}/initial_weights.safetensors: File too large: make room")
     failure = read_failure(tmp_path)
     assert failure is not None
     assert f"jaxpar: {failure.message}" == line

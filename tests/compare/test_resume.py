@@ -92,9 +92,10 @@ def test_resume_rejects_other_trainings(spec, shardpair, tmp_path):
         return done.stderr
 
     run = ("run", "tiny.toml", "--run_dir", "no", "--resume", str(given), "--engines", "torch-manual")
-    assert "no checkpoint found" in refused("run", "tiny.toml", "--run_dir", "no", "--resume", "nowhere")
+    missing = "nowhere does not exist: give a file or a folder"
+    assert missing in refused("run", "tiny.toml", "--run_dir", "no", "--resume", "nowhere")
     assert "give the folder of a run" in refused("resume")
-    assert "no checkpoint found" in refused("resume", "nowhere")
+    assert missing in refused("resume", "nowhere")
     assert "it has another model: model.n_layer = 2 instead of 4" in refused(*run, "--model.n_layer", "4")
     assert "raise --train.max_iters" in refused(*run)
     longer = (*run, "--train.max_iters", "20")

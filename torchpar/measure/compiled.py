@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from compare.contract.work import Part
 from torchpar.comm.collectives import observers
 from torchpar.measure.watch import HEAD
-from torchpar.measure.work import ACTIVATIONS
+from torchpar.measure.work import FUNCTIONS
 
 TRACED = {
     "linear": torch.ops.aten.mm.default,
@@ -73,5 +73,5 @@ def _operators(
             yield from _operators(body, lambda op, policy=policy: "RECOMPUTE" in policy(None, op).name)
         elif name in TRACED:
             product: Part = "logits" if HEAD in str(node.meta["nn_module_stack"]) else "products"
-            part: Part = "activations" if name in ACTIVATIONS else product
+            part: Part = "activations" if name in FUNCTIONS else product
             yield part, node.meta["example_value"].shape[1], is_again(TRACED[name])
