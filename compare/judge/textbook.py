@@ -19,6 +19,7 @@ from compare.contract.communication import METRICS, REPLICATED_GRADIENTS, Commun
 from compare.contract.ledger import SCALAR
 from compare.contract.record import Record
 from compare.contract.work import ObservedWork
+from compare.numerics.parameters import storage_dtype
 from compare.spec.axes import CP, EP, REPLICAS, SHARDED_FROM, parts_of
 from compare.spec.engines.engine import Engine
 from compare.spec.experiment import Experiment, Layout
@@ -110,7 +111,7 @@ def unlike_textbook(run: Observed) -> Iterator[str]:
         least, most = (1 / spare, spare) if is_exact else _band(run, flow)
         if flow.role == EXCHANGE and is_exact:
             least, most = routed(layout, _tokens_LE(run.record))
-        limit = most * flow.textbook + 1 if flow.textbook else other_ways
+        limit = most * flow.textbook + _of_chunks(run, flow) + 1 if flow.textbook else other_ways
         if not least * flow.textbook - 1 <= flow.sent <= limit:
             yield _describe(flow)
     if not engine.sends_by:  # written by hand, and compiled by XLA
@@ -175,6 +176,15 @@ def _band(run: Observed, flow: Flow) -> tuple[float, float]:
     if is_of_replicas and run.work.compiled and layout.zero == SHARDED_FROM["parameters"]:
         return LEAST, math.inf  # torch.compile reduces over replicas before it scatters, in each pass
     return LEAST, ONCE if is_of_replicas else MOST
+
+
+def _of_chunks(run: Observed, flow: Flow) -> float:
+    """Bytes that XLA adds in the loop over chunks of logits: it reduces the head's gradient in each chunk."""
+    model, chunks = run.experiment.model, run.experiment.train.loss_chunks
+    if flow.role != "reduce" or run.engine.sends_by != "xla":
+        return 0.0
+    size = model.vocab_size * model.n_embd * storage_dtype(run.experiment).itemsize
+    return (chunks - 1) * size / run.experiment.layout.tp
 
 
 def _join(flows: Sequence[Flow]) -> list[Flow]:

@@ -54,8 +54,9 @@ def synchronize_gradients(
 
 
 def deferred_replicas(experiment: Experiment, axes: tuple[str, ...]) -> int:
-    """Number of replicas along `axes` that reduce after a loop over passes or pipeline ticks, or 1."""
-    has_loop = experiment.layout.pp > 1 or experiment.train.gradient_accumulation_steps > 1
+    """Replicas along `axes` that reduce after a loop over passes, pipeline ticks or chunks of logits; or 1."""
+    train = experiment.train
+    has_loop = experiment.layout.pp > 1 or train.gradient_accumulation_steps > 1 or train.loss_chunks > 1
     return math.prod(experiment.layout.axes[axis] for axis in axes) if has_loop else 1
 
 

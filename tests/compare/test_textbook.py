@@ -77,6 +77,15 @@ def test_gradients_are_reduced_once(objections, engine):
     assert "bytes of reduce over dp_replicate, where the textbook has" in objections(engine, DDP, twice)
 
 
+@pytest.mark.parametrize("engine", ["jax-compiler", "jax-explicit"])
+def test_xla_reduces_the_head_in_each_chunk(objections, engine):
+    spec = edited(FSDP, {"model": {"vocab_size": 4096}, "train": {"loss_chunks": 8}})
+    rows = scaled(make_ledger(engine, spec), 4.0, purpose="gradients")
+    assert bool(objections(engine, spec, rows)) == (engine == "jax-explicit")
+    more = scaled(rows, 4.0, purpose="gradients")
+    assert objections(engine, spec, more)
+
+
 def test_ddp_reduces_over_replicas_and_shards(objections):
     """Measured under ZeRO-1: one sum of all gradients over both axes, and the parameters over shards."""
     hybrid = edited(EXPERIMENT, {"layout": {"dp_replicate": 2, "dp_shard": 2, "zero": 1}})
