@@ -7,8 +7,8 @@
 
 `reduce_in_backward` is the whole lesson. The loss is a mean over all rows, as on one device. XLA derives that
 this mean and its gradients need a sum over devices. It places the sum where a gradient is made, in the
-backward loop over layers. A loop over passes would repeat the sum in each pass. So with several passes
-`reduce_after_accumulation` moves the sum behind that loop.
+backward loop over layers. A loop over passes, or over chunks of logits, would repeat the sum in each turn. So
+with such a loop `reduce_after_accumulation` moves the sum behind it.
 
 Legend: A passes that accumulate, R replicas, B rows of a pass.
 """
@@ -54,7 +54,7 @@ def synchronize_gradients(
 
 
 def deferred_replicas(experiment: Experiment, axes: tuple[str, ...]) -> int:
-    """Replicas along `axes` that reduce after a loop over passes, pipeline ticks or chunks of logits; or 1."""
+    """Replicas along `axes` that reduce after a loop: of passes, ticks or chunks of logits. Without one, 1."""
     train = experiment.train
     has_loop = experiment.layout.pp > 1 or train.gradient_accumulation_steps > 1 or train.loss_chunks > 1
     return math.prod(experiment.layout.axes[axis] for axis in axes) if has_loop else 1
