@@ -54,7 +54,7 @@ def synchronize_gradients(
 
 
 def deferred_replicas(experiment: Experiment, axes: tuple[str, ...]) -> int:
-    """Replicas along `axes` that reduce after a loop: of passes, ticks or chunks of logits. Without one, 1."""
+    """Number of replicas along `axes` that reduce after a loop over passes, ticks or chunks; without, 1."""
     train = experiment.train
     has_loop = experiment.layout.pp > 1 or train.gradient_accumulation_steps > 1 or train.loss_chunks > 1
     return math.prod(experiment.layout.axes[axis] for axis in axes) if has_loop else 1
