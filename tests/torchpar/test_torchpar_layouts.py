@@ -187,8 +187,8 @@ REFUSED = (
     ("torch-compiler", Layout(cp=2, context="ring"), "= ring: .*no placement for keys in transit"),
     ("torch-compiler", Layout(cp=2, context="ulysses"), "= ulysses: .*with a gather"),
     ("torch-compiler", Layout(offload="optimizer"), "moments are DTensors"),
-    ("torch-compiler", FULL, "saves tensors only"),
-    ("torch-compiler", replace(FULL, dp_replicate=2), "saves tensors only"),
+    ("torch-compiler", FULL, "cannot recompute whole layers"),
+    ("torch-compiler", replace(FULL, dp_replicate=2), "cannot recompute whole layers"),
 )
 
 

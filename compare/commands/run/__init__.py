@@ -104,7 +104,7 @@ class Resume(Run, frozen=True, kw_only=True):
 
     experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")] = ""
     """Folder of a run, each of whose engines continues from its own checkpoint, at the newest step that all
-    have; or the folder of one engine's run, or a checkpoint, from which all continue. Give it first."""
+    have; or the folder of one engine's run, or a checkpoint, from which all continue."""
     resume: tyro.conf.Suppress[str] = ""
 
     default = ""

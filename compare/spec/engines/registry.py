@@ -169,9 +169,8 @@ def _rejected_by_placements(layout: Layout) -> str:
         )
     if layout.compile in ("aot_eager", "inductor") and layout.remat == "full":
         return (
-            f"layout.compile = {layout.compile} with layout.remat = full: recomputing a layer in backward "
-            f"needs the mesh, and torch.compile saves tensors only: choose layout.remat = dots or "
-            f"layout.compile = none"
+            f"layout.compile = {layout.compile} with layout.remat = full: torch.compile cannot recompute "
+            f"whole layers here: choose layout.remat = dots or layout.compile = none"
         )
     return ""
 
