@@ -1,6 +1,7 @@
 """The cause of an engine's failure, in one line."""
 
 import errno
+import re
 import shutil
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from compare.system.disk import no_room
 from compare.system.signals import describe_exit
 
 LOG = "log.txt"
-LAUNCHER_ERRORS = ("srun: error", "srun: fatal", "srun: unrecognized", "slurmstepd")
-"""Beginnings of lines in which SLURM reports a lost process or host, a time limit or a wrong option."""
+LAUNCHER_ERROR = re.compile(r"^(?:\d+: )?((?:srun: (?:error|fatal|unrecognized)|slurmstepd).*)", re.MULTILINE)
+"""A line in which SLURM reports a lost process or host, a time limit or a wrong option, without a label."""
 FATAL = ("Fatal Python error", "Timeout (")
 """Words of faulthandler before a stack."""
 KILLED_EARLY = (f"stopped as asked ({STOP_SIGNAL.name})", "User defined signal 1")
@@ -30,7 +31,8 @@ def find_cause(returncode: int, folder: Path, ended: Failure | None = None) -> F
     with the name of the lost process and SLURM's line about it.
     """
     log = (folder / LOG).read_text(errors="replace")
-    launcher_error = next((line for line in log.splitlines() if line.startswith(LAUNCHER_ERRORS)), "")
+    found = LAUNCHER_ERROR.search(log)
+    launcher_error = found[1] if found else ""
     consequence = files.read_failure(folder)
     if ended and ended.exit_code == STOPPED:
         return ended

@@ -29,13 +29,14 @@ HANG = Failure(message="no progress for 55 s")
         (SRUN, LOST, None, f"{KILLED}: {LOST.message}"),
         (SRUN, None, HANG, KILLED),
         (LIMIT, None, None, LIMIT),
+        (f"0: {LIMIT}\n{KILLED}", None, None, LIMIT),
         ("", LOST, HANG, LOST.message),
         ("", None, HANG, HANG.message),
         ("Traceback\nOSError: Read-only file system\n", None, None, "OSError: Read-only file system"),
         ("Timeout (0:00:30)!\n  File\n", None, None, "Timeout (0:00:30)!"),
         ("", None, None, "left with exit code 1 and no message"),
     ],
-    ids=["error", "lost", "srun", "limit", "lost in a hang", "hang", "log", "fatal", "nothing"],
+    ids=["error", "lost", "srun", "limit", "label", "lost in a hang", "hang", "log", "fatal", "nothing"],
 )
 def test_cause_is_the_best_known(log, failure, ended, message, tmp_path):
     (tmp_path / LOG).write_text(log)
