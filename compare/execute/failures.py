@@ -17,6 +17,9 @@ from compare.system.signals import describe_exit
 LOG = "log.txt"
 LAUNCHER_ERROR = re.compile(r"^(?:\d+: )?((?:srun: (?:error|fatal|unrecognized)|slurmstepd).*)", re.MULTILINE)
 """A line in which SLURM reports a lost process or host, a time limit or a wrong option, without a label."""
+PRINTED = re.compile(r"^(?:\d+: )?((?:slurmstepd.* execve\(\): |torchpar: |jaxpar: ).*)", re.MULTILINE)
+"""A line that names the cause where the process could not write it: no interpreter, or a read-only folder."""
+EXITED = re.compile(r"^srun: error: .* Exited with exit code (\d+)", re.MULTILINE)
 FATAL = ("Fatal Python error", "Timeout (")
 """Words of faulthandler before a stack."""
 KILLED_EARLY = (f"stopped as asked ({STOP_SIGNAL.name})", "User defined signal 1")
@@ -40,7 +43,9 @@ def find_cause(returncode: int, folder: Path, ended: Failure | None = None) -> F
         if consequence:
             cause = _with_lost_process(consequence, folder, launcher_error)
         elif launcher_error:
-            cause = Failure(message=launcher_error)
+            printed, exited = PRINTED.search(log), EXITED.search(log)
+            code = int(exited[1]) if exited else FAILED
+            cause = Failure(message=printed[1] if printed else launcher_error, exit_code=code)
         else:
             cause = ended or Failure(message=_last_words(returncode, folder, log))
     stopped = any(words in cause.message for words in KILLED_EARLY)

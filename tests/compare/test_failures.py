@@ -57,6 +57,21 @@ def test_lost_process_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd-host1: error: execve(): .venv/bin/python: No such file or directory",
+        "torchpar: process 1 on host1 cannot write into RUN: Read-only file system",
+    ],
+    ids=["interpreter", "folder"],
+)
+def test_cause_that_a_host_only_prints(line, tmp_path):
+    exited = "srun: error: host1: task 1: Exited with exit code 2"
+    (tmp_path / LOG).write_text(f"{exited}\n1: {line}\n0: {LIMIT}\nsrun: error: host0: task 0: Terminated\n")
+    cause = find_cause(143, tmp_path)
+    assert (cause.message, cause.exit_code) == (line, 2)
+
+
+@pytest.mark.parametrize(
     ("returncode", "failure", "code"),
     [
         (143, Failure(message="node0:29500: taken", exit_code=2), 2),
