@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from compare.checkpoint.reader import read_description
 from compare.checkpoint.saver import Part
 from compare.contract.record import Recorder
 from compare.contract.request import MOMENTS, Request, Rung
@@ -43,9 +44,11 @@ def make_recording(run: Run, folder: Path) -> Recording:
 def first_sha256(request: Request, engine: Engine, state: TrainState, initial: Weights) -> str:
     """The fingerprint of the first weights, on the first process.
 
-    One process reads them back from its devices. Several processes trust the request, or what was drawn:
-    reading back would send weights.
+    A run that continues has it in its checkpoint. One process reads the weights back from its devices.
+    Several processes trust the request, or what was drawn: reading back would send weights.
     """
+    if request.continues:
+        return read_description(Path(request.continues.checkpoint)).initial_sha256
     if jax.process_count() == 1:
         return fingerprint(gather_tensors(state.params, engine))
     return request.init_sha256 or (fingerprint(initial) if jax.process_index() == 0 else "")
@@ -57,6 +60,7 @@ class RecordedProcess:
     def __init__(self, run: Run):
         self._run = run
         self.request, self.corpus_sha256 = run.request, run.corpus.sha256
+        self.initial_weights_sha256 = run.initial_weights_sha256
         here = jax.process_index()
         self.devices: Collection[int] = [
             number for number, device in enumerate(run.devices) if device.process_index == here
@@ -112,7 +116,6 @@ class RecordedProcess:
         resident = bytes_at_rest(run.engine, run.state)
         fields = {
             "device_kind": device_kind(devices[0]),
-            "initial_weights_sha256": run.initial_weights_sha256,
             "versions": versions(PACKAGES),
             "threads": threads(devices),
             "compile_s": run.compile_s,

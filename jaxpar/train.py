@@ -18,7 +18,7 @@ from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import SeedWeights, storage_dtype
 from compare.numerics.stream import AHEAD, arrays_of_step
-from compare.side.inputs import starting_parameters
+from compare.side.inputs import weights_to_load
 from compare.side.recording import Recording
 from compare.spec.experiment import Experiment
 from jaxpar import compiler, explicit, manual, weights
@@ -99,10 +99,10 @@ def set_up(request: Request) -> Run:
     experiment = request.experiment
     mesh = make_mesh(experiment.layout, platform=request.platform)
     corpus = open_corpus(experiment, validated_sha256=request.corpus_sha256)
-    initial = starting_parameters(request)  # read or drawn tensor by tensor, when they are placed
+    initial = weights_to_load(request)  # read or drawn tensor by tensor, when they are placed
     engine = make_engine(request.engine, experiment, mesh)
-    if request.resume:
-        state = restore_state(engine, CheckpointReader(Path(request.resume.checkpoint)))
+    if request.state:
+        state = restore_state(engine, CheckpointReader(Path(request.state.checkpoint)))
     else:
         state = initial_state(engine, initial)
     state.loss_scale = request.first_loss_scale

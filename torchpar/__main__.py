@@ -43,7 +43,8 @@ def run(request: Request | CollectiveRequest, folder: Path, process: Process | N
 def _checked(request: Request) -> Request:
     """The request with the digests of its data and weights, so that the ranks need not check them again."""
     corpus = open_corpus(request.experiment, validated_sha256=request.corpus_sha256)
-    init_sha256 = starting_sha256(request) if request.init_from or request.resume else ""
+    is_given = not request.continues and (request.init_from or request.resume)
+    init_sha256 = starting_sha256(request) if is_given else request.init_sha256
     if request.platform == "cpu" and sys.platform != "darwin":
         # The first optimizer step imports it, which takes 2 s. Forked ranks inherit it.
         importlib.import_module("torch._dynamo")

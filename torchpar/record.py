@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from compare.checkpoint.reader import read_description
 from compare.checkpoint.saver import Part
 from compare.contract.memory_profile import MemoryProfile
 from compare.contract.record import ON_HOST, Recorder
@@ -53,8 +54,11 @@ def make_recording(run: Run, folder: Path) -> Recording:
 def first_sha256(run: Run, first: Weights) -> str:
     """The SHA-256 of the first weights, as this rank has them, or if they are sharded, as they were given.
 
-    The given weights are read once more, one tensor after the other.
+    The given weights are read once more, one tensor after the other. A run that continues has the digest in
+    its checkpoint.
     """
+    if run.request.continues:
+        return read_description(Path(run.request.continues.checkpoint)).initial_sha256
     rows, weights = {row.name: row for row in parameter_table(run.experiment.model)}, run.engine.weights()
     names = {name: nanogpt_name(name) for name in rows}
     if all(name in weights and not run.engine.sharding.axes.get(name) for name in names.values()):
@@ -68,6 +72,7 @@ class RecordedRank:
     def __init__(self, run: Run, instruments: Instruments):
         self._run, self._instruments = run, instruments
         self.request, self.corpus_sha256 = run.request, run.corpus.sha256
+        self.initial_weights_sha256 = run.initial_weights_sha256
         self.devices: Collection[int] = [run.rank.rank]
 
     def memory(self) -> int:
@@ -144,7 +149,6 @@ class RecordedRank:
         )
         return {
             "device_kind": device_kind(run.mesh.device),
-            "initial_weights_sha256": run.initial_weights_sha256,
             "versions": versions(PACKAGES),
             "threads": f"{torch.get_num_threads()} per rank",
             "compile_s": run.compile_s,

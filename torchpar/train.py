@@ -16,7 +16,7 @@ from compare.numerics.loss_scale import LARGEST
 from compare.numerics.optimizer import learning_rate
 from compare.numerics.stream import arrays_of_step
 from compare.side.ending import StopRequest
-from compare.side.inputs import starting_parameters
+from compare.side.inputs import weights_to_load
 from compare.side.recording import Progress, Recording
 from compare.spec.axes import DATA
 from compare.spec.engines.registry import TORCH
@@ -169,7 +169,7 @@ def set_up(rank: Rank, request: Request) -> Run:
     torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
     device = process_groups.join_ranks(rank, request.platform, experiment if rank.local_rank == 0 else None)
     mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
-    first = starting_parameters(request)
+    first = weights_to_load(request)
 
     model, fill = empty_model(experiment), fill_with(first, experiment, mesh)
     peer = importlib.import_module(PEERS[request.engine]) if request.engine in PEERS else None
@@ -188,8 +188,8 @@ def set_up(rank: Rank, request: Request) -> Run:
         model.balance.total_counts = run.total_over_data
     if rank.rank == 0:
         run.initial_weights_sha256 = first_sha256(run, first)
-    if request.resume:
-        restore_moments(run, Path(request.resume.checkpoint))
+    if request.state:
+        restore_moments(run, Path(request.state.checkpoint))
     return run
 
 

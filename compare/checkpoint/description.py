@@ -66,6 +66,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Validation loss of the weights, if they were evaluated at this step."""
     corpus_sha256: str
     """Digest of the training tokens; '' if it is unknown."""
+    initial_sha256: str = ""
+    """`fingerprint` of the weights with which the run began; '' if it is unknown."""
     created_utc: str = ""
     files: dict[FileName, FileSum] = {}
     sha256: str = ""

@@ -39,7 +39,7 @@ from compare.contract.work import WORK, ObservedWork
 from compare.numerics.initial_weights import write_weights
 from compare.numerics.stream import Evaluation
 from compare.spec.experiment import Experiment
-from compare.system.disk import no_room
+from compare.system.disk import no_room, write_atomically
 from compare.system.json_files import decode_json, read_json, write_json
 from compare.system.tensors import RecordError, Tensors, garbled
 
@@ -195,6 +195,18 @@ def clear_record(folder: Path) -> None:
     remove_remains(folder)
 
 
+def cut_record(folder: Path, step: int) -> None:
+    """Remove what a stopped run recorded after `step` steps. The caller has the folder's lock.
+
+    Later tensors stay until the run writes them again. Raises RecordError: an earlier line is damaged.
+    """
+    for name in (ERROR, *FILES.values()):
+        (folder / name).unlink(missing_ok=True)
+    _cut_lines(folder / STEPS_PART, Step, before=step)
+    _cut_lines(folder / EVALUATIONS, Evaluation, before=step + 1)
+    remove_remains(folder)
+
+
 def remove_remains(folder: Path, *, of_states: bool = False) -> None:
     """Remove unfinished files of a killed process; of states only if no process writes any more."""
     for path in set(folder.glob("*.tmp")) - set(() if of_states else folder.glob(f"{STATE}*")):
@@ -220,12 +232,24 @@ def read_failure(folder: Path) -> Failure | None:
     return read_json(path, Failure) if path.is_file() else None
 
 
-def read_lines(path: Path, type: type[T]) -> list[T]:
-    """Every line of a file of JSON lines. Raises RecordError: it is missing or damaged."""
+def read_lines(path: Path, type: type[T], *, may_be_torn: bool = False) -> list[T]:
+    """Every line of a file of JSON lines, without a last line that a kill tore, if that may be.
+
+    Raises RecordError: the file is missing or damaged.
+    """
     try:
-        return [decode_json(line, type) for line in path.read_bytes().splitlines()]
+        content = path.read_bytes()
+        whole = content.rpartition(b"\n")[0] if may_be_torn else content
+        return [decode_json(line, type) for line in whole.splitlines()]
     except (OSError, msgspec.DecodeError) as error:
         raise garbled(path, error) from None
+
+
+def _cut_lines(path: Path, type: type[Step] | type[Evaluation], *, before: int) -> None:
+    """Keep the lines of a file before a step. Raises RecordError: a line is damaged."""
+    if path.is_file():
+        kept = [line for line in read_lines(path, type, may_be_torn=True) if line.step < before]
+        write_atomically(path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
 
 
 def require_folder(folder: Path) -> None:

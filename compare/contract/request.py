@@ -60,7 +60,7 @@ MOMENTS = {rung: name for _, *rungs in UPDATES for rung, name in zip(rungs, "mv"
 
 
 class ResumePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checkpoint to continue from."""
+    """Checkpoint whose state a run loads."""
 
     checkpoint: str
     """Folder of the checkpoint, an absolute path."""
@@ -91,7 +91,9 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     init_sha256: str = ""
     """`fingerprint` of these weights in the dtype of training; empty if unknown."""
     resume: ResumePoint | UnsetType = UNSET
-    """Checkpoint to continue from; unset to start at step 0."""
+    """Checkpoint to begin with; unset to begin at step 0."""
+    continues: ResumePoint | UnsetType = UNSET
+    """Own checkpoint of this run, which was stopped; the folder has the record up to its step."""
     timing: Timing | UnsetType = UNSET
     """Windows of timed steps. A timed run has no ladder, and its timing sets `max_iters`."""
     profile: bool = False
@@ -99,14 +101,24 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def first_step(self) -> int:
-        """Number of the run's first step: 0, or the step of the checkpoint."""
+        """Number of the record's first step: 0, or the step of the checkpoint to begin with."""
         return self.resume.step if self.resume else 0
+
+    @property
+    def state(self) -> ResumePoint | UnsetType:
+        """Checkpoint to load; unset to begin with the first weights."""
+        return self.continues or self.resume
+
+    @property
+    def next_step(self) -> int:
+        """Number of the first step that the processes compute."""
+        return self.state.step if self.state else 0
 
     @property
     def first_loss_scale(self) -> LossScale | None:
         """First loss scale; None without float16."""
         first = first_scale(self.experiment.precision)
-        return (self.resume.loss_scale or first) if first and self.resume else first
+        return (self.state.loss_scale or first) if first and self.state else first
 
     @property
     def steps(self) -> int:
@@ -167,7 +179,8 @@ def read_request(folder: Path, side: str) -> Request:
     known = [name for name, engine in ENGINES.items() if engine.side == side]
     if request.engine not in known:
         raise ExperimentError(f"engine = {request.engine}: {side} runs {', '.join(known)}")
-    if request.experiment.checkpoint.every and checkpoints_in(folder / CHECKPOINTS):
+    saves = request.experiment.checkpoint.every and not request.continues
+    if saves and checkpoints_in(folder / CHECKPOINTS):
         there = f"{folder / CHECKPOINTS} holds checkpoints of an earlier run"
         raise ExperimentError(f"{there}: move them away, or ask for another folder")
     return request

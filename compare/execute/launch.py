@@ -125,6 +125,8 @@ def run_side(
 ) -> None:
     """Run `python -m SIDE FOLDER` to its end in a new folder, with the request and a log in it.
 
+    The folder of a request that continues has the record of a stopped run.
+
     Args:
         name: for messages.
         layout: its devices are spread over the hosts.
@@ -139,7 +141,7 @@ def run_side(
     """
     if StopRequest.came:
         raise EngineError(f"{name}: {STOPPED_EARLY}", exit_code=STOPPED)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=isinstance(request, Request) and bool(request.continues))
     files.write_json(folder / files.REQUEST, request)
     python, hosts = pythons.get(side.name, sys.executable), hosts.for_layout(layout)
     options = ["--collectives"] if isinstance(request, CollectiveRequest) else []

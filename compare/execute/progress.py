@@ -113,6 +113,10 @@ class Reporter:
 
         yield show
 
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._print(text)
+
     def failed(self, error: EngineError) -> None:
         """Print at once that a case did not finish, with the end of its log."""
         if error.log and error.log.is_file():

@@ -45,7 +45,9 @@ def watch(
     """
     patience_s = timeout_s + GRACE_S
     activity = Activity(process.pid)
-    offset, count, moved = 0, 0, False
+    part = folder / files.STEPS_PART
+    offset = part.stat().st_size if part.exists() else 0  # a run that continues has steps already
+    count, moved = 0, False
     begun = last_sign = last_look = time.monotonic()
     while True:
         ended = process.poll() is not None  # before the steps, so that the last steps are read

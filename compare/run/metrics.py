@@ -27,6 +27,7 @@ class Metric(NamedTuple):
 
 
 METRICS = (
+    Metric("continued", "stopped, and continued at step"),
     Metric("gradient_sync", "gradient synchronisation"),
     Metric("remat", "recomputed in backward"),
     Metric("compiled", "compiled by"),
@@ -57,7 +58,7 @@ def figures(record: Record) -> dict[str, Any]:
     """A run's figures by key of METRICS, and those that tables add up; without figures that it lacks.
 
     Times are of steady steps. Communication is in logical bytes, of a device of the busiest stage. Settings
-    (the first METRICS) are in `Alone.settings`.
+    (gradient_sync, remat, compiled) are in `Alone.settings`. A run that was stopped lacks its CPU time.
     """
     manifest, steps = record.manifest, record.steps
     times_ms = steady_times_ms(record)
@@ -66,8 +67,10 @@ def figures(record: Record) -> dict[str, Any]:
     median_ms, many = statistics.median(times_ms), len(times_ms) >= MANY
     tokens_per_s = manifest.experiment.tokens_per_step / (median_ms / 1000)
     scale = steps[-1].loss_scale
+    continued = record.request.next_step if record.request and record.request.continues else None
     values = {
         "devices": manifest.devices,
+        "continued": continued,
         "final_loss": steps[-1].loss,
         "mean_loss": statistics.fmean(step.loss for step in steps),
         "validation_loss": validation[-1] if validation else None,
@@ -81,7 +84,7 @@ def figures(record: Record) -> dict[str, Any]:
         "mfu": flops_utilization(manifest.experiment, manifest.device_kind, tokens_per_s),
         "compile_s": manifest.compile_s,
         "first_step_s": manifest.first_step_s,
-        "cpu_time_s": manifest.cpu_time_s,
+        "cpu_time_s": manifest.cpu_time_s if continued is None else None,
         "peak_mem_bytes": max(manifest.peak_memory_bytes),
         "comm_calls": sum(row.calls for row in sent),
         "comm_bytes": sum(row.bytes for row in sent),

@@ -1,6 +1,5 @@
 """The loop over the cases of a study, round by round; the outcome is saved after each case."""
 
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -10,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from compare.checkpoint.description import CHECKPOINTS, checkpoints_in
 from compare.contract.record import Record, Step
 from compare.execute import cpu_load
 from compare.execute.launch import EngineError
 from compare.execute.launchers import Hosts
 from compare.execute.progress import Reporter
 from compare.judge.outcome import Case, Outcome, save, with_case
+from compare.run.continuing import make_room
 from compare.side.ending import STOPPED
-from compare.side.run_lock import lock_folder
 from compare.system.tensors import RecordError
 
 if TYPE_CHECKING:
@@ -53,10 +51,13 @@ def run_missing(
                 if has_no_reference or failed[name] == MOST_FAILURES:
                     continue
                 try:
-                    _clear(place)
+                    continues = make_room(case.request, place)
+                    if continues:
+                        reporter.note(f"{place.name} continues from its checkpoint of step {continues.step}")
+                    now = replace(case, request=replace(case.request, continues=continues))
                     others = cpu_load.OtherProcesses()
                     with reporter.engine(place.name) as show_step:
-                        value, record = _run_case(study, case, place, pythons, hosts, show_step)
+                        value, record = _run_case(study, now, place, pythons, hosts, show_step)
                     if hosts.launcher == "local":  # other launchers start no children of ours
                         outcome = cpu_load.with_load(outcome, name, others.cores())
                     outcome = with_case(outcome, name, value, record, folder, number=number)
@@ -71,11 +72,8 @@ def run_missing(
                     outcome = replace(outcome, failures=outcome.failures | {name: str(error)})
                 save(outcome, folder)
                 if errors and errors[-1].exit_code == STOPPED:  # the machine is needed: start nothing more
-                    saved = (checkpoints_in(folder / case / CHECKPOINTS) for case in outcome.cases)
-                    again = outcome.how_to_go_on(folder)
-                    if outcome.study == "run" and all(saved):
-                        again = f"shardpair resume {shlex.quote(str(folder))}"
-                    raise EngineError(f"{errors[-1]}: `{again}` goes on", exit_code=STOPPED)
+                    again = f"`{outcome.how_to_go_on(folder)}` goes on"
+                    raise EngineError(f"{errors[-1]}: {again}", exit_code=STOPPED)
         if outcome.cases and not outcome.finished:
             raise EngineError("; ".join(map(str, errors)), exit_code=errors[0].exit_code, log=errors[0].log)
         outcome = study.end(outcome, folder)
@@ -116,17 +114,3 @@ def _run_case(
 
     record = study.launch(case, place, pythons=pythons, hosts=hosts, on_step=on_step)
     return study.keep(case, record, first_step_after_s=times_s[0]), record
-
-
-def _clear(place: Path) -> None:
-    """Make room for a case. Checkpoints of an unfinished one are kept under another name.
-
-    Raises EngineError: the folder is a link, behind which nothing is removed.
-    """
-    if place.is_symlink():
-        raise EngineError(f"{place} is a link: remove it, and the case is trained in its place", exit_code=2)
-    if (place / CHECKPOINTS).exists():
-        with lock_folder(place):
-            names = (place.with_name(f"{place.name}.unfinished-{number}") for number in range(1, 1000))
-            place.rename(next(path for path in names if not path.exists()))
-    shutil.rmtree(place, ignore_errors=True)

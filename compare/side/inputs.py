@@ -1,4 +1,4 @@
-"""The weights with which a run begins."""
+"""The weights that a run loads."""
 
 from pathlib import Path
 
@@ -29,6 +29,16 @@ def starting_parameters(request: Request) -> Weights:
             f"init_from: {request.init_from} has changed since the run was planned: start a new run"
         )
     return Weights(weights, weights.__getitem__)
+
+
+def weights_to_load(request: Request) -> Weights:
+    """The weights of the next step: of a run that continues from its own checkpoint, otherwise the first.
+
+    Raises as `starting_parameters`.
+    """
+    if request.continues:
+        return CheckpointReader(Path(request.continues.checkpoint)).group(WEIGHTS)
+    return starting_parameters(request)
 
 
 def starting_sha256(request: Request) -> str:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from compare.contract.record import clear_record, leave_failure
+from compare.contract.record import clear_record, cut_record, leave_failure
 from compare.contract.request import Request, read_request, read_request_file
 from compare.side.collective_bench import CollectiveRequest
 from compare.side.ending import DONE, RunFailed, StopRequest, explained_failure
@@ -80,7 +80,9 @@ def run(side: Side, folder: Path, *, collectives: bool) -> None:
                 request = read_request(folder, side.name)
                 if request.experiment.checkpoint.every:
                     StopRequest.listen()
-            if is_first:
+            if is_first and isinstance(request, Request) and request.continues:
+                cut_record(folder, request.next_step)
+            elif is_first:
                 clear_record(folder)
             side.run(request, folder, process)
         except Exception as error:

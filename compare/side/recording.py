@@ -104,6 +104,8 @@ class RecordedSide(Protocol):
     devices: Collection[int]
     """Numbers of this process's devices."""
     corpus_sha256: str
+    initial_weights_sha256: str
+    """`fingerprint` of the weights with which the run began, on the first rank."""
 
     def memory(self) -> int:
         """Bytes in use now."""
@@ -184,7 +186,12 @@ class Recording:
             )
 
     def begin(self, progress: Progress) -> None:
-        """Before the first step: write the first batch and weights, and evaluate the weights."""
+        """Before the first step: write the first batch and weights, and evaluate the weights.
+
+        A run that continues has recorded them.
+        """
+        if self._request.continues:
+            return
         if self._request.ladder:
             self._write(Rung.BATCH, Rung.INITIAL_WEIGHTS)
         self._evaluate(progress)
@@ -213,7 +220,7 @@ class Recording:
         Raises DivergedError: a loss or a norm is not finite, on all ranks.
         """
         request, first, seconds = self._request, done[0].step, window.wall_s / window.steps
-        if first == request.first_step:
+        if first == request.next_step:
             self._first_step_s = seconds
         if request.timing and request.timing.is_timed(first):
             self._windows.append(window)
@@ -254,6 +261,7 @@ class Recording:
             loss_scale=progress.loss_scale or UNSET,
             validation_loss=progress.evaluation.validation if progress.evaluation else UNSET,
             corpus_sha256=self._side.corpus_sha256,
+            initial_sha256=self._side.initial_weights_sha256,
         )
         self._saver.save(checkpoint, self._side.checkpoint_parts())
         if stops:
@@ -276,6 +284,7 @@ class Recording:
             devices=request.experiment.layout.devices,
             parameters=parameter_count(request.experiment.model),
             corpus_sha256=self._side.corpus_sha256,
+            initial_weights_sha256=self._side.initial_weights_sha256,
             first_step_s=self._first_step_s,
             **fields,
         )

@@ -60,7 +60,6 @@ ADVICE = {
     "shardpair lesson {strategy}": [f"shardpair lesson {name}" for name in LESSONS],
     "shardpair lesson {name} --results {of}": [f"shardpair lesson fully_sharded --results {RUN}"],
     "shardpair ledger --results {of} --rows": [f"shardpair ledger --results {RUN} --rows"],
-    "shardpair resume {shlex.quote(str(folder))}": [f"shardpair resume {RUN}"],
     "shardpair {self.study} --continue {shlex.quote(str(folder))}": [
         f"shardpair {word} --continue {RUN}" for word in STUDIES if word != "resume"
     ],
@@ -269,9 +268,5 @@ def test_printed_continuation_is_accepted(engines, capsys, command, saves):
         assert main([*asked, "--checkpoint.every", "7", "--train.max_iters", "9"]) == STOPPED
     (line,) = re.findall(r"`([^`]+)` goes on", capsys.readouterr().err)
     words = shlex.split(line)
-    assert words[1] == ("resume" if (command, saves) == ("run", "all") else command)
-    if words[1] == "resume":
-        assert main([*words[1:], "--dry_run"]) == 0
-    else:
-        assert main([*words[1:], "--quiet"]) in (0, 1)  # the made-up checkpoints are of another step
-        assert len(engines.started) > 3
+    assert main([*words[1:], "--quiet"]) in (0, 1)  # the made-up checkpoints are of another step
+    assert len(engines.started) > 3

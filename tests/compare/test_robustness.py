@@ -192,4 +192,4 @@ def test_stop_request_reaches_two_hosts(shardpair):
     (step,) = run.kept
     CheckpointReader(run.kept[step]).verify()
     assert f"stopped after step {step} of 1000000, as asked by SIGUSR1; its state is saved" in errors
-    assert f"`shardpair resume {run.folder}` goes on" in errors.splitlines()[-1]
+    assert f"`shardpair run --continue {run.folder}` goes on" in errors.splitlines()[-1]

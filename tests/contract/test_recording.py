@@ -27,7 +27,7 @@ class FakeSide:
     """A side that lists the calls of its recording."""
 
     devices: Collection[int] = (0,)
-    corpus_sha256 = ""
+    corpus_sha256 = initial_weights_sha256 = ""
 
     def __init__(self, request: Request):
         self.request, self.asked = request, list[object]()

@@ -76,7 +76,10 @@ def test_signals_and_stdin_end_it_at_once(tmp_path, endless):
         failure = read_failure(folder)
         assert failure
         assert re.fullmatch(rf"ended by {signals[how].name} at step \d+", failure.message)
-        assert process.stderr.read() == f"jaxpar: {failure.message}\n"
+        errors = process.stderr.read()
+        # JAX may warn before: another of these processes is writing the program that this one reads.
+        assert errors.endswith(f"jaxpar: {failure.message}\n")
+        assert "Traceback" not in errors
         assert not (folder / MANIFEST).exists()
 
 

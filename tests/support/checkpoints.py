@@ -1,8 +1,10 @@
 """Checkpoints of made-up numbers: no two elements are equal, so that nothing may be in another's place."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from compare.checkpoint.description import CHECKPOINTS, Checkpoint, folder_name, groups
 from compare.checkpoint.reader import CheckpointReader
@@ -31,14 +33,17 @@ def describe(experiment: Experiment) -> Checkpoint:
     )
 
 
-def write_random(folder: Path, experiment: Experiment) -> Path:
-    """Save `random_state` as one device does. Returns the folder of the checkpoint."""
+def write_random(folder: Path, experiment: Experiment, **described: Any) -> Path:
+    """Save `random_state` as one device does. Returns the folder of the checkpoint.
+
+    `described` are fields of its description.
+    """
     saver = Saver(folder / CHECKPOINTS, [0], of=1, keep=1)
     parts = [
         (group, Shard(name=name, device=0, offset=(0,) * array.ndim, shape=array.shape), array)
         for (group, name), array in random_state(experiment).items()
     ]
-    saver.save(describe(experiment), parts)
+    saver.save(replace(describe(experiment), **described), parts)
     saver.finish()
     return folder / CHECKPOINTS / folder_name(STEP)
 

@@ -27,7 +27,8 @@ class Instruments(Observer):
     def __init__(self, run: Run):
         self._run = run
         request = run.request
-        usual = request.first_step + (INSTRUMENTED_STEP if request.steps > INSTRUMENTED_STEP else 0)
+        first, left = request.next_step, request.experiment.train.max_iters - request.next_step
+        usual = first + (INSTRUMENTED_STEP if left > INSTRUMENTED_STEP else 0)
         self.watched = request.timing.watched if request.timing else usual
         axes = {str(axis.group.group_name): axis.name for axis in run.mesh.axes.values() if axis.group}
         self.ledger = LedgerSink(axes, infers_purposes=True)
