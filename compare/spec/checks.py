@@ -41,10 +41,12 @@ def check(experiment: Experiment) -> Experiment:
 
 
 def check_model(model: Model) -> Iterator[str]:
-    """Objections to heads and dropout."""
+    """Objections to heads, width and dropout."""
     if model.n_embd % model.n_head:
         heads = f"model.n_head = {model.n_head}"
         yield f"{heads} does not divide model.n_embd = {model.n_embd}: change one of them"
+    if model.n_embd == 1 and model.norm == "layernorm":
+        yield "model.n_embd = 1: a LayerNorm of one feature is always zero, so no gradient is left: raise it"
     if model.position == "rope" and model.n_embd // model.n_head % 2:
         yield (
             f"model.position = rope rotates pairs of features, and model.n_head = {model.n_head} leaves an "

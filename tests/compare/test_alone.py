@@ -282,9 +282,3 @@ def test_first_update_of_a_resumed_run(tmp_path, tiny, forgotten):
         make_record(tmp_path / "run", spec, tensors=tensors, steps=steps, resume=point)
     ).alone.own["updates"]
     assert error > 1e-3 if forgotten else error < 1e-12, place
-
-
-def test_gradients_of_width_one_may_be_zero(tmp_path, tiny):
-    record = make_record(tmp_path / "a", edited(tiny, {"model": {"n_embd": 1, "n_head": 1}}))
-    all_of(Rung.GRADIENTS, np.zeros_like)(record.folder)
-    assert "zero" not in "".join(judged(record).alone.request)

@@ -16,7 +16,7 @@ TWO = replace(ONE, n_head=2, n_embd=2, block_size=2)
 SMALLEST = {
     "pp": (INTERLEAVED, ONE),
     "fsdp_pp": (replace(INTERLEAVED, dp_shard=2, zero=3), ONE),
-    "zero1": (Layout(dp_shard=2, zero=1), replace(ONE, n_embd=1)),
+    "zero1": (Layout(dp_shard=2, zero=1), replace(ONE, n_embd=1, norm="rmsnorm")),
     "zero2": (Layout(dp_shard=2, dp_replicate=2, zero=2), ONE),
     "ddp_tp": (Layout(tp=2, dp_replicate=2), TWO),
     "fsdp_tp": (Layout(tp=2, dp_shard=2, zero=3), TWO),

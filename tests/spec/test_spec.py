@@ -35,6 +35,7 @@ REFUSED = {
     '[train]\nbatch_size = "8"': 'train.batch_size = "8": give a whole number',
     "[model]\nn_layer = 0": "model.n_layer = 0: give 1 or more",
     '[layout]\ngradient_sync = "magic"': '= "magic": give naive, flat, overlapped or bucketed',
+    "[model]\nn_embd = 1\nn_head = 1": "a LayerNorm of one feature is always zero",
     "[model]\nn_head = 3": "model.n_head = 3 does not divide model.n_embd = 128",
     '[model]\nposition = "rope"\nn_head = 128': "leaves an odd number of model.n_embd = 128 to each head",
     "[model]\nn_kv_head = 3": "model.n_kv_head = 3 does not divide model.n_head = 4",
