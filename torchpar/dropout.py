@@ -69,17 +69,16 @@ def is_kept(
     """
     groups = -(-shape[-1] // LANES)
     numbers = (row_R[:, None] * groups + torch.arange(groups, device=row_R.device)).flatten()
-    site_1 = torch.tensor([_signed(site)], dtype=torch.int32, device=keys_B2.device)
-    words = threefry((keys_B2[:, :1], keys_B2[:, 1:]), site_1, numbers.to(torch.int32)[None])
+    words = threefry((keys_B2[:, :1], keys_B2[:, 1:]), _signed(site), numbers.to(torch.int32)[None])
     lanes = [half for word in words for half in (word & HALF, (word >> BITS) & HALF)]
     bits = torch.stack(lanes, dim=-1).view(len(keys_B2), *shape[:-1], groups * LANES)
     return bits[..., : shape[-1]] >= threshold(rate)
 
 
 def threefry(
-    key: tuple[torch.Tensor, torch.Tensor], first: torch.Tensor, second: torch.Tensor
+    key: tuple[torch.Tensor, torch.Tensor], first: torch.Tensor | int, second: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threefry-2x32 of each pair of counter words, int32 of any shapes that broadcast.
+    """Threefry-2x32 of each pair of counter words, int32 of any shapes that broadcast, or an int of 32 bits.
 
     Source: Salmon et al., Parallel random numbers (SC 2011).
     """

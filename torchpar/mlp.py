@@ -4,7 +4,7 @@ B batch, T position, C embedding, M inner features, L layers, E experts, k exper
 each token, N rows of one expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,8 +21,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu_squared": lambda x: F.relu(x).square(),
 }
-ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Rows (S, C), sorted by expert, and the number of rows of each expert (E,), to outputs (S, C)."""
+ExpertsFunction = Callable[..., torch.Tensor]
+"""Rows (S, C), sorted by expert, and the number of rows of each expert (E,), to outputs (S, C). Whoever has
+the numbers as Python integers, too, passes them as third argument: the function would wait for the device."""
 
 
 class MLP(nn.Module):
@@ -103,21 +104,47 @@ class ExpertsCore(nn.Module):
         rows_SC, device = x_BTC.flatten(0, 1)[order_S // chosen_BTk.shape[-1]], x_BTC.device.type
         if torch.is_autocast_enabled(device):  # rows are sent in the dtype of the products
             rows_SC = rows_SC.to(torch.get_autocast_dtype(device))
-        counts_E = expert_S.bincount(minlength=self.n_experts)
+        counts_E = counts_of(expert_S, self.n_experts)
         y_SC = self.exchange(partial(self.compute, up(), down()), rows_SC, counts_E)
         y_BTkC = y_SC[order_S.argsort()].unflatten(0, chosen_BTk.shape)
         # With autocast in the dtype of the products, as the output of an MLP.
         return (y_BTkC * weights_BTk.unsqueeze(-1)).sum(-2).to(y_SC.dtype)
 
     def compute(
-        self, up_ECM: torch.Tensor, down_EMC: torch.Tensor, rows_SC: torch.Tensor, counts_E: torch.Tensor
+        self,
+        up_ECM: torch.Tensor,
+        down_EMC: torch.Tensor,
+        rows_SC: torch.Tensor,
+        counts_E: torch.Tensor,
+        counts: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run the experts in order. Their numbers of rows differ, so they are not one product."""
-        counts = counts_E.tolist()
+        """Run the experts in order. Their numbers of rows differ, so each is a product of its own.
+
+        A GPU groups them into one kernel, which reads the numbers on the device.
+        """
+        if can_group(rows_SC, up_ECM):
+            ends_E = counts_E.cumsum(0, dtype=torch.int32)
+            inner_SM = self.activation(F.grouped_mm(rows_SC, up_ECM.to(rows_SC.dtype), offs=ends_E))
+            return F.grouped_mm(inner_SM, down_EMC.to(rows_SC.dtype), offs=ends_E)
+        counts = counts_E.tolist() if counts is None else counts
         inner = [rows_NC @ up_CM for rows_NC, up_CM in zip(rows_SC.split(counts), up_ECM, strict=True)]
         inner_SM = self.activation(torch.cat(inner))
         outer = [rows_NM @ down_MC for rows_NM, down_MC in zip(inner_SM.split(counts), down_EMC, strict=True)]
         return torch.cat(outer)
+
+
+def can_group(rows_SC: torch.Tensor, weight_ECM: torch.Tensor) -> bool:
+    """True if `grouped_mm` has a kernel for these rows: on a GPU from Ampere on, in bfloat16, for sizes that
+    eight divides."""
+    if not rows_SC.is_cuda or rows_SC.dtype != torch.bfloat16 or any(n % 8 for n in weight_ECM.shape[1:]):
+        return False
+    return torch.cuda.get_device_capability(rows_SC.device) >= (8, 0)
+
+
+def counts_of(expert_S: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each expert occurs among the numbers of experts (S,): int64 (E,). A GPU's host waits for the
+    result of `bincount`, but not for this."""
+    return expert_S.new_zeros(experts).scatter_add_(0, expert_S, torch.ones_like(expert_S))
 
 
 class Experts(nn.Module):
@@ -163,7 +190,7 @@ class Balance(nn.Module):
     def forward(self, probability_LE: torch.Tensor, chosen_LBTk: torch.Tensor) -> torch.Tensor:
         experts = probability_LE.shape[-1]
         self.chosen_LBTk = chosen_LBTk
-        counts_LE = torch.stack([chosen.flatten().bincount(minlength=experts) for chosen in chosen_LBTk])
+        counts_LE = torch.stack([counts_of(chosen.flatten(), experts) for chosen in chosen_LBTk])
         self.tokens_LE = self.total_counts(counts_LE)
         shares_LE = self.tokens_LE / self.tokens_LE.sum(-1, keepdim=True, dtype=probability_LE.dtype)
         return self.scale * (shares_LE * probability_LE).sum()

@@ -20,9 +20,11 @@ _DOTS = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
+    _aten._efficient_attention_forward.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
 

@@ -171,7 +171,7 @@ def set_up(rank: Rank, request: Request) -> Run:
     mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
     first = weights_to_load(request)
 
-    model, fill = empty_model(experiment), fill_with(first, experiment, mesh)
+    model, fill = empty_model(experiment, mesh.device), fill_with(first, experiment, mesh)
     peer = importlib.import_module(PEERS[request.engine]) if request.engine in PEERS else None
     make_engine = peer.make_engine if peer else MAKE_ENGINE[request.engine]
     run = Run(

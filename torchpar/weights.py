@@ -44,11 +44,14 @@ def to_arrays(tensors: Mapping[str, torch.Tensor], config: Model) -> dict[str, n
     return {row.name: to_array(row, tensors[nanogpt_name(row.name)]) for row in parameter_table(config)}
 
 
-def empty_model(experiment: Experiment) -> GPT:
-    """The whole model on the meta device: shapes and dtypes without memory."""
+def empty_model(experiment: Experiment, device: torch.device) -> GPT:
+    """The whole model on the meta device: shapes and dtypes without memory. RoPE's table is on `device`."""
     dtype = torch.float64 if experiment.precision.dtype == "float64" else torch.float32
     with torch.device("meta"):
-        return GPT(experiment.model, loss_chunks=experiment.train.loss_chunks).to(dtype=dtype)
+        model = GPT(experiment.model, loss_chunks=experiment.train.loss_chunks).to(dtype=dtype)
+    if model.turns is not None:  # copied once: a copy in each forward would wait for a GPU
+        model.turns = model.turns.to(device, dtype)
+    return model
 
 
 @torch.no_grad()

@@ -50,6 +50,7 @@ MORE_FILES = {
         "torchpar/manual/vocab_parallel.py": ("tensor_parallel",),
         "torchpar/manual/split.py": ("tensor_parallel", "expert_parallel"),
         "torchpar/manual/ring.py": ("context_parallel",),
+        "torchpar/manual/blocks.py": ("context_parallel",),
         "torchpar/manual/stage.py": ("pipeline_parallel",),
         "torchpar/manual/zero_bubble.py": ("pipeline_parallel",),
         "torchpar/tied_weights.py": ("pipeline_parallel",),

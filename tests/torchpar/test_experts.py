@@ -1,11 +1,13 @@
 """A GPT with experts: compared with NumPy, and on four gloo ranks with one device."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from compare.formats.gpt2_names import from_gpt2
 from compare.numerics.parameters import initial_parameters
@@ -16,7 +18,9 @@ from tests.support import gpt_steps
 from tests.support.gpt_steps import ADAM, CONFIG, assert_same, backward, batches, make_gpt, make_parallel
 from tests.support.numpy_gpt import numpy_loss
 from tests.support.ranks import on_ranks
-from torchpar import compiler, library, manual
+from torchpar import compiler, library, manual, mlp
+from torchpar.measure.watch import Watch
+from torchpar.measure.work import WorkSink
 from torchpar.model import GPT
 from torchpar.remat import apply_remat
 from torchpar.weights import load_weights, to_arrays
@@ -128,6 +132,30 @@ def test_experts_on_ranks(rank: int, engine: str, name: str) -> None:
         backward(parallel, mesh, 0, layout)
         found = {"gradients": parallel.gather(parallel.gradients())}
         assert_same(found, {"gradients": expected}, name)
+
+
+def test_grouped_experts_equal_single_products():
+    """In bfloat16 as on a GPU: one product of all experts, also if an expert has no row, or no one waits."""
+    config, found = replace(SPEC, n_embd=16), list[list[torch.Tensor]]()
+    weights = {name: weight.astype("float32") for name, weight in values(config, ties=True).items()}
+    for is_grouped in (False, True):
+        model, sink = GPT(config), WorkSink(nn.Module())
+        load_weights(model, weights)
+        apply_remat(model.blocks, "dots")
+        no_waits = patch.object(torch.Tensor, "tolist", side_effect=AssertionError)
+        with (
+            patch.object(mlp, "can_group", lambda *_, said=is_grouped: said),
+            no_waits if is_grouped else nullcontext(),
+            Watch(sink),
+            torch.autocast("cpu", dtype=torch.bfloat16),
+        ):
+            _, loss = model(*(torch.arange(24) % 11).view(2, 2, 6))
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert sink.result().products["bfloat16"] > 0
+        assert not sink.result().again.get("products")
+    for single, grouped in zip(*found, strict=True):
+        torch.testing.assert_close(grouped, single, rtol=2e-2, atol=2e-2 * single.abs().max().item())
 
 
 def test_rows_are_sent_in_product_dtype():

@@ -78,7 +78,7 @@ def make_parallel(engine: str, experiment: Experiment, rank: int, weights: Weigh
     """A model that is filled as it is sharded."""
     mesh = make_mesh(experiment.layout, rank=rank, device=CPU)
     fill = fill_with(weights, experiment, mesh)
-    return MAKE_ENGINE[engine](empty_model(experiment), experiment, mesh, fill), mesh
+    return MAKE_ENGINE[engine](empty_model(experiment, mesh.device), experiment, mesh, fill), mesh
 
 
 @pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine in CASES for name in CASES[engine]])

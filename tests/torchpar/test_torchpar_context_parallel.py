@@ -3,14 +3,18 @@
 The oracles are PyTorch's `scaled_dot_product_attention` over whole sequences, and the same GPT on one rank.
 """
 
+import gc
+import weakref
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from msgspec.structs import replace
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from compare.contract.communication import LOSS
@@ -18,7 +22,16 @@ from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout, Model, Precision, Train
 from compare.theory.communication import bytes_sent
 from compare.theory.ring import orders_of_ring
-from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train, update
+from tests.support.gpt_steps import (
+    ADAM,
+    assert_same,
+    backward,
+    make_gpt,
+    make_parallel,
+    reference,
+    train,
+    update,
+)
 from tests.support.ranks import RANKS, axis, counted, normal, on_ranks
 from torchpar import manual
 from torchpar.comm.collectives import DONE, Axis
@@ -50,7 +63,7 @@ close = partial(torch.testing.assert_close, rtol=1e-13)
 def attention(layout: Layout, rank: int, *whole: torch.Tensor) -> list[torch.Tensor]:
     """This rank's y, dq, dk and dv, from q, k, v and dy (B, T, H, D) of whole sequences."""
     core = CausalAttention(Model(), 1)
-    way = context_parallel.CORES[layout.context](core, axis(), layout)
+    way = context_parallel.CORES[layout.context](core, axis(), layout, context_parallel.causal_mask)
     *q_k_v, dy = (local_positions(x, layout, rank) for x in whole)
     leaves = [x.clone().requires_grad_() for x in q_k_v]
     y = way(*leaves)
@@ -82,6 +95,42 @@ def test_attention_equals_whole_sequences(rank: int) -> None:
                 if narrow:
                     assert narrow[what].dtype == torch.bfloat16
                     assert (narrow[what] - got[what]).norm() < 0.05 * got[what].norm(), (what, name)
+
+
+@on_ranks
+def test_masks_end_with_the_model(rank: int) -> None:
+    """A rank with two chunks makes two masks for all its layers, and nothing keeps them after the model."""
+    made, layout = [], WAYS["allgather, zigzag"]
+
+    def noted(*sizes: Any, make: Any = context_parallel.causal_mask) -> torch.Tensor:
+        mask = make(*sizes)
+        made.append(weakref.ref(mask))
+        return mask
+
+    with patch.object(context_parallel, "causal_mask", noted):
+        model, ids_Bt = make_gpt(), torch.arange(4).view(2, 2)
+        context_parallel.split_sequence(model, axis(), layout, torch.device("cpu"))
+        for _ in range(2):
+            model(ids_Bt, ids_Bt)[1].backward()
+    assert [mask() is None for mask in made] == [False, False]
+    del model
+    gc.collect()
+    assert [mask() is None for mask in made] == [True, True]
+
+
+def test_mask_of_a_gpu():
+    """It hides the same keys, without memory. Float64 has no kernel that needs no mask."""
+    from torch.nn.attention.bias import CausalBias  # seconds of imports
+
+    on_gpu, on_cpu = (torch.device(name) for name in ("cuda", "cpu"))
+    for size in ((3, 3), (2, 6)):
+        hidden = context_parallel.causal_mask(*size, torch.bfloat16, on_cpu) != 0
+        bias = context_parallel.causal_mask(*size, torch.bfloat16, on_gpu)
+        assert isinstance(bias, CausalBias)
+        assert bias._materialize().equal(~hidden)
+        with FakeTensorMode():
+            mask = context_parallel.causal_mask(*size, torch.float64, on_gpu)
+        assert not isinstance(mask, CausalBias)
 
 
 @on_ranks

@@ -1,7 +1,7 @@
 """A step of torch-manual waits for each collective that it begins, and never for a value of a device.
 
-On four gloo ranks. A dispatch mode finds values that Python reads, for which the host would wait on a GPU,
-and shapes that depend on values.
+On four gloo ranks. A dispatch mode finds values that Python reads, and shapes that depend on values: for both
+the host would wait on a GPU. It also finds copies of Python's values to the device.
 """
 
 from collections import Counter
@@ -23,14 +23,27 @@ from torchpar.comm.collectives import Axis
 from torchpar.engine import Engine
 from torchpar.manual import make_engine
 from torchpar.model import GPT
+from torchpar.weights import empty_model
 
 _aten = torch.ops.aten
-WAITING = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}
+WAITING = {
+    _aten._local_scalar_dense.default,
+    _aten.nonzero.default,
+    _aten.equal.default,
+    _aten.bincount.default,
+    _aten.lift_fresh.default,  # torch.tensor of Python's values
+}
 LAYOUTS = {
     "ddp": Layout(dp_replicate=RANKS),
     **{f"zero{zero}": Layout(dp_shard=RANKS, zero=zero) for zero in (1, 2, 3)},
     **{f"tp_{split}": Layout(tp=RANKS, sequence_parallel=split) for split in (False, True)},
     **{name: Layout(pp=RANKS, microbatches=4, schedule=name) for name in ("1f1b", "zero_bubble")},
+    **{
+        way: Layout(cp=RANKS, context=way, zigzag=way != "ulysses")
+        for way in ("allgather", "ring", "ulysses")
+    },
+    "experts": Layout(dp_replicate=RANKS),
+    "ep": Layout(dp_shard=RANKS, ep=RANKS),
 }
 
 
@@ -44,8 +57,25 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         # A mask as an index: the shape of the result depends on values.
         masks = func is _aten.index.Tensor and any(t is not None and t.dtype == torch.bool for t in args[1])
-        self.found[str(func)] += func in WAITING or masks
+        repeats = func is _aten.repeat_interleave.Tensor and (kwargs or {}).get("output_size") is None
+        self.found[str(func)] += func in WAITING or masks or repeats
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.lists = patch.object(torch.Tensor, "tolist", self.noted(torch.Tensor.tolist))
+        self.lists.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.lists.stop()
+        super().__exit__(*error)
+
+    def noted(self, tolist):
+        def to_list(tensor: torch.Tensor) -> list:
+            self.found["tolist"] += 1
+            return tolist(tensor)
+
+        return to_list
 
 
 @contextmanager
@@ -74,11 +104,13 @@ def unfinished_collectives() -> Generator[list[str]]:
 
 
 def step(engine: Engine, experiment: Experiment, number: int, *, waits: bool = False) -> None:
-    ids = torch.arange(4 * 16).view(1, 4, 16) % experiment.model.vocab_size
+    model, layout = experiment.model, experiment.layout
+    ids = torch.arange(4 * 16).view(1, 4, 16)[..., : 16 // layout.cp] % model.vocab_size
+    keys_B2 = torch.ones(4, 2, dtype=torch.int32) if model.dropout else None
     if engine.run_pipeline:
         engine.run_pipeline(RankBatch(ids, ids), nullcontext)
     else:
-        engine.module(ids[0], ids[0])[1].backward()
+        engine.module(ids[0], ids[0], keys_B2)[1].backward()
     engine.finish_gradients()
     norm = update(engine, experiment.optimizer, number)
     assert not waits or norm.isfinite()
@@ -87,16 +119,46 @@ def step(engine: Engine, experiment: Experiment, number: int, *, waits: bool = F
 @pytest.mark.parametrize("name", LAYOUTS)
 @on_ranks
 def test_step_waits_for_no_value(rank: int, name: str) -> None:
-    model = Model(n_layer=4, n_embd=32, block_size=16, vocab_size=64)
-    experiment = Experiment(model=model, layout=LAYOUTS[name])
+    layout, n_experts = LAYOUTS[name], RANKS if name in ("experts", "ep") else 0
+    model = Model(
+        n_layer=4,
+        n_embd=32,
+        block_size=16,
+        vocab_size=64,
+        position="rope" if layout.cp > 1 else "learned",
+        dropout=0.1 if layout.cp > 1 and layout.context != "ring" else 0.0,
+        n_experts=n_experts,
+    )
+    experiment = Experiment(model=model, layout=layout)
     torch.manual_seed(0)
-    engine, _ = make_parallel(make_engine, experiment.layout, rank, experiment, GPT(model))
+    gpt = GPT(model)
+    for expert in (p for p in gpt.parameters() if n_experts):  # a GPT leaves the memory of experts as it is
+        torch.nn.init.normal_(expert, std=0.1)
+    engine, _ = make_parallel(make_engine, layout, rank, experiment, gpt)
     with unfinished_collectives() as begun:  # the first step makes the optimizer's state
         step(engine, experiment, 0)
     assert not begun
     with Waits() as waits:
         step(engine, experiment, 1)
-    assert not +waits.found
+    # The sizes of products on a CPU, or of messages: once in each layer with experts.
+    expected = Counter(tolist=model.n_layer) if n_experts else Counter()
+    assert +waits.found == expected
+    waits.found.clear()
     with waits:
         step(engine, experiment, 2, waits=True)
-    assert (+waits.found).total() == 1, +waits.found  # reading the norm is found
+    assert (+waits.found - expected).total() == 1, +waits.found  # reading the norm is found
+
+
+def test_rotation_is_copied_once():
+    """The whole model on a device of its own kind: no operator of a forward reads memory of the host."""
+    experiment, hosts = Experiment(model=Model(n_layer=1, position="rope")), list[str]()
+
+    class Hosts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+            hosts.extend(str(func) for x in args if isinstance(x, torch.Tensor) and x.device.type == "cpu")
+            return func(*args, **(kwargs or {}))
+
+    model = empty_model(experiment, torch.device("meta"))
+    with Hosts():
+        model(*torch.zeros(2, 1, experiment.model.block_size, dtype=torch.int64, device="meta"))
+    assert not hosts

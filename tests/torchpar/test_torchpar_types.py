@@ -82,8 +82,8 @@ def of_cross_entropy(loss_N: torch.Tensor, *, logits_NV: torch.Tensor, targets_N
     typed(loss_N, axis, I)
 
 
-def of_ring(y: torch.Tensor, *, q_BKGtD: Any, kv_2BKtD: Any, axis: Axis, blocks: Any) -> None:
-    for x in (q_BKGtD, kv_2BKtD, y):
+def of_ring(y: torch.Tensor, *, q_BHtD: Any, kv_2BKtD: Any, axis: Axis, blocks: Any) -> None:
+    for x in (q_BHtD, kv_2BKtD, y):
         typed(x, axis, V)
 
 

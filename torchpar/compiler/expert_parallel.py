@@ -38,7 +38,9 @@ class PaddedExchange(nn.Module):
         """Outputs (S, C) of rows (S, C) that are sorted by expert, counts_E[e] of them for expert e."""
         experts, room = len(counts_E), len(rows_SC) // self.per_token
         row_S = torch.arange(len(rows_SC), device=rows_SC.device)
-        expert_S = torch.arange(experts, device=rows_SC.device).repeat_interleave(counts_E)
+        expert_S = torch.arange(experts, device=rows_SC.device).repeat_interleave(
+            counts_E, output_size=len(rows_SC)
+        )
         first_row_E = counts_E.cumsum(0) - counts_E
         place_S = row_S - first_row_E[expert_S]  # place of a row among the rows of its expert
         out_ENC = rows_SC.new_zeros(experts, room, rows_SC.shape[1])
@@ -46,8 +48,9 @@ class PaddedExchange(nn.Module):
         # Dispatch: all experts of this rank's tokens become some experts of all tokens.
         # Backward is the inverse.
         in_ENC = self.redistribute(out_ENC, Shard(1), Shard(0))
-        rows_of_each = counts_E.new_full((len(in_ENC),), in_ENC.shape[1])
-        y_ENC = compute(in_ENC.flatten(0, 1), rows_of_each).unflatten(0, in_ENC.shape[:2])
+        here, rows_of_each = in_ENC.shape[:2]
+        counts_F = counts_E.new_full((here,), rows_of_each)
+        y_ENC = compute(in_ENC.flatten(0, 1), counts_F, [rows_of_each] * here).unflatten(0, (here, -1))
         # Combine: the inverse, and its backward is as dispatch. On a CPU each of the four is a gather.
         return self.redistribute(y_ENC, Shard(0), Shard(1))[expert_S, place_S]
 

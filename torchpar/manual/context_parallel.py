@@ -22,6 +22,7 @@ chunk sees. H heads, K heads of keys and values, h this rank's heads of q, k and
 Sources: Llama 3 (arXiv 2407.21783, section 3.3.2), DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -31,20 +32,28 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
-from compare.numerics.context import order_of_positions
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import Axis
 from torchpar.manual.ring import RingAttention, chunks_of
 from torchpar.model import GPT
 from torchpar.positions import set_local_positions
 
+Mask = Callable[[int, int, torch.dtype, torch.device], torch.Tensor]
+"""`causal_mask`, with a cache."""
+
 
 def split_sequence(model: GPT, axis: Axis, layout: Layout, device: torch.device) -> None:
     """Give a GPT this rank's positions, and replace its attention cores by the layout's."""
     set_local_positions(model, layout, rank=axis.rank, device=device)
-    for block in model.blocks:
-        core = block.get_submodule("attn.core")
-        block.set_submodule("attn.core", CORES[layout.context](core, axis, layout))
+    cores = [block.get_submodule("attn.core") for block in model.blocks]
+    if layout.context == "allgather" and model.config.dropout:  # whole rows of weights: all need one mask
+        length = model.config.block_size
+        seen_tT = model.positions(length, device=device)[:, None] >= torch.arange(length, device=device)
+        for core in cores:
+            core.seen_TS = seen_tT
+    mask = cache(causal_mask)  # one for all layers, because autograd saves it in each
+    for block, core in zip(model.blocks, cores, strict=True):
+        block.set_submodule("attn.core", CORES[layout.context](core, axis, layout, mask))
 
 
 class GatherPositions(Function):
@@ -65,19 +74,17 @@ class GatherPositions(Function):
 class GatheredAttention(nn.Module):
     """Attention of this rank's queries to the gathered keys and values of all positions."""
 
-    def __init__(self, core: nn.Module, axis: Axis, layout: Layout):
+    def __init__(self, core: nn.Module, axis: Axis, layout: Layout, mask: Mask):
         super().__init__()
-        self.core, self.axis, self.layout = core, axis, layout
+        self.core, self.axis, self.layout, self.mask = core, axis, layout, mask
 
     def forward(self, q_BtHD: torch.Tensor, *k_v_BtKD: torch.Tensor) -> torch.Tensor:
         """q (B, t, H, D), k and v (B, t, K, D), and with dropout the sequences' keys, to y (B, t, H, D)."""
         kv_2BTKD = GatherPositions.apply(torch.stack(k_v_BtKD[:2]), self.axis)
-        order_T = torch.tensor(order_of_positions(kv_2BTKD.shape[2], self.layout), device=q_BtHD.device)
         if self.layout.zigzag:  # from the order of the ranks to the order of the sequence
-            kv_2BTKD = kv_2BTKD.index_select(2, order_T.argsort())
-        if keys_B2 := k_v_BtKD[2:]:  # dropout needs whole rows of attention weights
-            position_t = order_T.chunk(self.axis.size)[self.axis.rank]
-            self.core.seen_TS = position_t[:, None] >= order_T.sort().values
+            chunks = kv_2BTKD.chunk(2 * self.axis.size, dim=2)  # 0, 2n - 1, 1, 2n - 2, ..., n - 1, n
+            kv_2BTKD = torch.cat([*chunks[::2], *chunks[::-2]], dim=2)
+        if keys_B2 := k_v_BtKD[2:]:
             return self.core(q_BtHD, *kv_2BTKD, *keys_B2)
         q_BHtD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BtHD, *kv_2BTKD.unbind()))
         chunks, is_grouped = chunks_of(self.axis.rank, self.layout), q_BHtD.shape[1] > k_BKTD.shape[1]
@@ -86,7 +93,7 @@ class GatheredAttention(nn.Module):
             size = q_BHcD.shape[2]
             end = (chunk + 1) * size  # the queries of a chunk see the keys up to its end
             k_BKSD, v_BKSD = k_BKTD[:, :, :end], v_BKTD[:, :, :end]
-            mask_cS = causal_mask(size, end, q_BHcD.dtype, q_BHcD.device)
+            mask_cS = self.mask(size, end, q_BHcD.dtype, q_BHcD.device)
             y_BHcD.append(
                 F.scaled_dot_product_attention(
                     q_BHcD, k_BKSD, v_BKSD, attn_mask=mask_cS, enable_gqa=is_grouped
@@ -95,9 +102,15 @@ class GatheredAttention(nn.Module):
         return torch.cat(y_BHcD, dim=2).transpose(1, 2)
 
 
-@cache  # one mask for all layers: autograd saves it in each
 def causal_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Mask of the last queries, (queries, keys): 0, or -inf where the key comes later."""
+    """Mask of the last queries, (queries, keys): 0, or -inf where the key comes later.
+
+    On a GPU it only says so, has no memory, and allows FlashAttention. There float64 has no fused kernel.
+    """
+    if device.type == "cuda" and dtype != torch.float64:
+        from torch.nn.attention.bias import causal_lower_right  # seconds of imports
+
+        return causal_lower_right(queries, keys)
     return torch.full((queries, keys), -torch.inf, dtype=dtype, device=device).triu(keys - queries + 1)
 
 
@@ -120,7 +133,7 @@ class AllToAll(Function):
 class UlyssesAttention(nn.Module):
     """Attention to all positions with some of the heads, as the core computes it on one device."""
 
-    def __init__(self, core: nn.Module, axis: Axis, layout: Layout):
+    def __init__(self, core: nn.Module, axis: Axis, layout: Layout, mask: Mask):
         super().__init__()
         self.core, self.axis = core, axis
 

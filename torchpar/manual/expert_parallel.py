@@ -70,14 +70,19 @@ class ExchangeRows(nn.Module):
         # Counts: send each rank the number of rows for each of its experts, one row (F,) of counts.
         sent_RF, one_each = counts_E.view(self.ranks, -1), [1] * self.ranks
         received_RF = self.all_to_all(sent_RF, one_each, one_each)
-        sent, received = sent_RF.sum(1).tolist(), received_RF.sum(1).tolist()
+        # Only here the host waits for the device: it needs the sizes of the messages.
+        counts_sent, counts_received = torch.stack([sent_RF, received_RF]).tolist()
+        sent, received = ([sum(of_rank) for of_rank in counts] for counts in (counts_sent, counts_received))
         # Dispatch: every row to the rank of its expert.
         rows_NC = self.all_to_all(rows_SC, sent, received)
         # The rows are sorted by rank and then by expert: compute needs them by expert.
         expert_F = torch.arange(received_RF.shape[1], device=received_RF.device)
-        expert_N = expert_F.repeat(self.ranks).repeat_interleave(received_RF.flatten())
+        expert_N = expert_F.repeat(self.ranks).repeat_interleave(
+            received_RF.flatten(), output_size=len(rows_NC)
+        )
         by_expert_N = expert_N.argsort(stable=True)
-        y_NC = compute(rows_NC[by_expert_N], received_RF.sum(0))
+        counts_F = [sum(of_expert) for of_expert in zip(*counts_received, strict=True)]
+        y_NC = compute(rows_NC[by_expert_N], received_RF.sum(0), counts_F)
         # Combine: every output, in the order of arrival, back to the rank of its row.
         return self.all_to_all(y_NC[by_expert_N.argsort()], received, sent)
 

@@ -11,12 +11,12 @@ A hop computes one block: all queries of this rank against all keys of another. 
 causal mask hides nothing. If both are the same positions, it leaves a triangle. If the keys come later, it
 hides the whole block. So the last rank has the most work. Zigzag, at the end of this file, divides it evenly.
 
-Softmax over blocks: each block has its output y and the logarithm lse of its sum of exponentials. Two blocks
-are merged by their shares of the total. Autograd would save the weights of every block. So backward is
-written by hand: it computes a block's weights again, from its scores and the lse over all blocks.
+A block has its output y and the logarithm lse of its sum of exponentials. `merge` needs no more to add a
+block to the blocks so far, and backward computes the weights again from the lse over all blocks. `blocks`
+computes one block.
 
 B batch, t this rank's positions, c positions of a block, n ranks.
-K heads of keys and values, G query heads of each, D head_dim.
+H heads, K heads of keys and values, D head_dim.
 Sums, and the gradients that pass around, are in float32 at least.
 Source: Ring Attention (arXiv 2310.01889).
 """
@@ -32,6 +32,7 @@ from torch.autograd import Function
 from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.spec.experiment import Layout
 from torchpar.comm.collectives import DONE, Axis
+from torchpar.manual.blocks import attend, attend_backward
 
 Block = tuple[slice, slice, bool]
 """Places of its queries, places of its keys, and whether both are the same positions."""
@@ -49,34 +50,33 @@ class Ring(Function):
     """Attention of this rank's queries to the keys of all ranks, one rank's at a time."""
 
     @staticmethod
-    def forward(ctx: Any, q_BKGtD: torch.Tensor, kv_2BKtD: torch.Tensor, axis: Axis, blocks: Blocks):
-        y_BKGtD = torch.zeros_like(q_BKGtD, dtype=torch.promote_types(q_BKGtD.dtype, torch.float32))
-        lse_BKGt1 = torch.full_like(y_BKGtD[..., :1], -torch.inf)
+    def forward(ctx: Any, q_BHtD: torch.Tensor, kv_2BKtD: torch.Tensor, axis: Axis, blocks: Blocks):
+        y_BHtD = torch.zeros_like(q_BHtD, dtype=torch.promote_types(q_BHtD.dtype, torch.float32))
+        lse_BHt = torch.full_like(y_BHtD[..., 0], -torch.inf)
         for source, passing_2BKtD in pass_around(kv_2BKtD, axis):
             for queries, keys, is_diagonal in blocks(axis.rank, source):
-                q_BKGcD, (k_BKcD, v_BKcD) = q_BKGtD[..., queries, :], passing_2BKtD[..., keys, :]
-                block = attend(q_BKGcD, k_BKcD, v_BKcD, is_diagonal=is_diagonal)
-                merge(y_BKGtD[..., queries, :], lse_BKGt1[..., queries, :], *block)
-        y_BKGtD = y_BKGtD.to(q_BKGtD.dtype)
-        ctx.save_for_backward(q_BKGtD, kv_2BKtD, y_BKGtD, lse_BKGt1)
+                block = attend(q_BHtD[..., queries, :], *passing_2BKtD[..., keys, :], is_diagonal=is_diagonal)
+                merge(y_BHtD[..., queries, :], lse_BHt[..., queries], *block)
+        y_BHtD = y_BHtD.to(q_BHtD.dtype)
+        ctx.save_for_backward(q_BHtD, kv_2BKtD, y_BHtD, lse_BHt)
         ctx.ring = axis, blocks
-        return y_BKGtD
+        return y_BHtD
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor):
-        (dy_BKGtD,), (axis, blocks) = gradients, ctx.ring
-        q_BKGtD, kv_2BKtD, y_BKGtD, lse_BKGt1 = ctx.saved_tensors
-        dot_BKGt1 = (dy_BKGtD.to(lse_BKGt1.dtype) * y_BKGtD).sum(-1, keepdim=True)
-        dq_BKGtD, total_2BKtD = (torch.zeros_like(x, dtype=lse_BKGt1.dtype) for x in (q_BKGtD, kv_2BKtD))
+        (dy_BHtD,), (axis, blocks) = gradients, ctx.ring
+        q_BHtD, kv_2BKtD, y_BHtD, lse_BHt = ctx.saved_tensors
+        dq_BHtD, total_2BKtD = (torch.zeros_like(x, dtype=lse_BHt.dtype) for x in (q_BHtD, kv_2BKtD))
         hop = DONE
         for source, passing_2BKtD in pass_around(kv_2BKtD, axis):
             dkv_2BKtD = torch.zeros_like(total_2BKtD)
             for queries, keys, is_diagonal in blocks(axis.rank, source):
-                here = (x[..., queries, :] for x in (q_BKGtD, dy_BKGtD, lse_BKGt1, dot_BKGt1))
-                dq_BKGcD, dk_BKcD, dv_BKcD = attend_backward(
-                    *passing_2BKtD[..., keys, :], *here, is_diagonal=is_diagonal
+                dy_BHcD, q_BHcD, y_BHcD = (x[..., queries, :] for x in (dy_BHtD, q_BHtD, y_BHtD))
+                k_BKcD, v_BKcD = passing_2BKtD[..., keys, :]
+                dq_BHcD, dk_BKcD, dv_BKcD = attend_backward(
+                    dy_BHcD, q_BHcD, k_BKcD, v_BKcD, y_BHcD, lse_BHt[..., queries], is_diagonal=is_diagonal
                 )
-                dq_BKGtD[..., queries, :] += dq_BKGcD
+                dq_BHtD[..., queries, :] += dq_BHcD
                 dkv_2BKtD[0][..., keys, :] += dk_BKcD
                 dkv_2BKtD[1][..., keys, :] += dv_BKcD
             # The sum of dK, dV of the ranks before arrives: add this rank's part, and pass it on.
@@ -84,7 +84,7 @@ class Ring(Function):
             leaving_2BKtD, total_2BKtD = dkv_2BKtD.add_(total_2BKtD), torch.empty_like(dkv_2BKtD)
             hop = axis.start_shift(total_2BKtD, leaving_2BKtD, purpose=ACTIVATION_GRADIENTS)
         hop.wait()
-        return dq_BKGtD.to(q_BKGtD.dtype), total_2BKtD.to(kv_2BKtD.dtype), None, None
+        return dq_BHtD.to(q_BHtD.dtype), total_2BKtD.to(kv_2BKtD.dtype), None, None
 
 
 def pass_around(kv_2BKtD: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch.Tensor]]:
@@ -99,58 +99,11 @@ def pass_around(kv_2BKtD: torch.Tensor, axis: Axis) -> Iterator[tuple[int, torch
         kv_2BKtD = arriving_2BKtD
 
 
-def scores(q_BKGcD: torch.Tensor, k_BKcD: torch.Tensor, *, is_diagonal: bool) -> torch.Tensor:
-    """q k / sqrt(D), and -inf for later keys: (B, K, G, c, c), in float32 at least."""
-    scores_BKGcc = torch.einsum("bkgtd,bksd->bkgts", q_BKGcD, k_BKcD)
-    scores_BKGcc = scores_BKGcc.to(torch.promote_types(scores_BKGcc.dtype, torch.float32))
-    scores_BKGcc = scores_BKGcc / q_BKGcD.shape[-1] ** 0.5
-    if is_diagonal:
-        later_cc = torch.ones(scores_BKGcc.shape[-2:], dtype=torch.bool, device=q_BKGcD.device).triu(1)
-        scores_BKGcc.masked_fill_(later_cc, -torch.inf)
-    return scores_BKGcc
-
-
-def attend(
-    q_BKGcD: torch.Tensor, k_BKcD: torch.Tensor, v_BKcD: torch.Tensor, *, is_diagonal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to a block, y (B, K, G, c, D), and its lse (B, K, G, c, 1)."""
-    scores_BKGcc = scores(q_BKGcD, k_BKcD, is_diagonal=is_diagonal)
-    lse_BKGc1 = scores_BKGcc.logsumexp(-1, keepdim=True)
-    weights_BKGcc = scores_BKGcc.sub_(lse_BKGc1).exp_().to(v_BKcD.dtype)
-    return torch.einsum("bkgts,bksd->bkgtd", weights_BKGcc, v_BKcD).to(lse_BKGc1.dtype), lse_BKGc1
-
-
 def merge(y: torch.Tensor, lse: torch.Tensor, block_y: torch.Tensor, block_lse: torch.Tensor) -> None:
     """Merge a block into y and lse, in place. Each side counts by its share of the sum of exponentials."""
-    both = torch.logaddexp(lse, block_lse)
-    y.mul_((lse - both).exp_()).add_((block_lse - both).exp_() * block_y)
-    lse.copy_(both)
-
-
-def attend_backward(
-    k_BKcD: torch.Tensor,
-    v_BKcD: torch.Tensor,
-    q_BKGcD: torch.Tensor,
-    dy_BKGcD: torch.Tensor,
-    lse_BKGc1: torch.Tensor,
-    dot_BKGc1: torch.Tensor,
-    *,
-    is_diagonal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v through one block.
-
-    lse is over all blocks. dot is the sum over D of y dy. Since y is the sum of w v over all keys, dot is the
-    sum of w dw, the only number that the derivative of softmax needs of other blocks.
-    """
-    weights_BKGcc = scores(q_BKGcD, k_BKcD, is_diagonal=is_diagonal).sub_(lse_BKGc1).exp_()
-    dweights_BKGcc = torch.einsum("bkgtd,bksd->bkgts", dy_BKGcD, v_BKcD).to(weights_BKGcc.dtype)
-    dscores_BKGcc = dweights_BKGcc.sub_(dot_BKGc1).mul_(weights_BKGcc).div_(q_BKGcD.shape[-1] ** 0.5)
-    dscores_BKGcc = dscores_BKGcc.to(k_BKcD.dtype)
-    return (
-        torch.einsum("bkgts,bksd->bkgtd", dscores_BKGcc, k_BKcD),
-        torch.einsum("bkgts,bkgtd->bksd", dscores_BKGcc, q_BKGcD),
-        torch.einsum("bkgts,bkgtd->bksd", weights_BKGcc.to(dy_BKGcD.dtype), dy_BKGcD),
-    )
+    share = torch.sigmoid(block_lse - lse)  # 1 / (1 + exp(lse) / exp(block_lse))
+    y.lerp_(block_y.to(y.dtype), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 # Zigzag ------------------------------------------------------------------------------------------------
@@ -177,15 +130,13 @@ def zigzag_blocks(rank: int, source: int, *, layout: Layout, length: int) -> Ite
 class RingAttention(nn.Module):
     """The attention core of a ring: q (B, t, H, D), k and v (B, t, K, D), to y (B, t, H, D)."""
 
-    def __init__(self, core: nn.Module, axis: Axis, layout: Layout):
+    def __init__(self, core: nn.Module, axis: Axis, layout: Layout, mask: object):
         super().__init__()
         self.axis, self.layout = axis, layout
 
     def forward(self, q_BtHD: torch.Tensor, k_BtKD: torch.Tensor, v_BtKD: torch.Tensor) -> torch.Tensor:
-        q_BKGtD = q_BtHD.unflatten(2, (k_BtKD.shape[2], -1)).permute(0, 2, 3, 1, 4).contiguous()
         kv_2BKtD = torch.stack([x.transpose(1, 2) for x in (k_BtKD, v_BtKD)])
         blocks = plain_blocks
         if self.layout.zigzag:
             blocks = partial(zigzag_blocks, layout=self.layout, length=q_BtHD.shape[1])
-        y_BKGtD = Ring.apply(q_BKGtD, kv_2BKtD, self.axis, blocks)
-        return y_BKGtD.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        return Ring.apply(q_BtHD.transpose(1, 2), kv_2BKtD, self.axis, blocks).transpose(1, 2)

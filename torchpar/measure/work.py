@@ -18,7 +18,9 @@ from torchpar.comm.collectives import Call
 from torchpar.measure.watch import HEAD, Sink, modules_named
 from torchpar.private import FakeTensor, running_node_number, tree_leaves
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_"})
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "addmm_", "baddbmm_", "_grouped_mm"}
+)
 FUNCTIONS = frozenset({"gelu", "relu"})
 SPARE_BITS = {"bfloat16": 16, "float16": 13}
 """The last bits of a float32 that are 0 if it fits into 16 bits."""
@@ -29,14 +31,14 @@ KEPT: dict[Kept, tuple[re.Pattern[str], frozenset[str]]] = {
     "router": (re.compile(CHOICE), frozenset()),
     "rotation": (re.compile(r"\.attn\.rotation$"), frozenset({"mul", "sub", "add"})),
     "residual": (re.compile(r"\bh\.\d+$"), frozenset({"add", "_to_copy"})),
-    "softmax": (re.compile(CORE), frozenset({"_softmax", "logsumexp", "exp_", "mul_", "add_"})),
+    "softmax": (re.compile(CORE), frozenset({"_softmax", "logsumexp", "logaddexp", "sigmoid", "lerp_"})),
     "loss": (re.compile(""), frozenset({"_log_softmax", "log"})),
 }
 """Path of the module, and names of its operators; without names all operators count, and what they read."""
 HOPS = {ACTIVATIONS: "hw", ACTIVATION_GRADIENTS: "gv"}
 """The letters of a hop and of its wait in `ObservedWork.rings`."""
-ATTENTION = "scaled_dot_product"
-"""The common part of the names of fused kernels, each with two products."""
+ATTENTION = re.compile("scaled_dot_product|efficient_attention_")
+"""A part of the names of fused kernels, each with two products."""
 
 
 class WorkSink(Sink):
@@ -53,7 +55,7 @@ class WorkSink(Sink):
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
         name = func.overloadpacket.__name__
-        is_product = name in PRODUCTS or ATTENTION in name
+        is_product = name in PRODUCTS or bool(ATTENTION.search(name))
         of_router = is_product and re.search(CHOICE, self.watch.module)
         for what, (place, names) in KEPT.items() if not self.watch.in_backward else ():
             if (name in names or not names) and place.search(self.watch.module):
