@@ -119,6 +119,7 @@ class RecordedProcess:
             "versions": versions(PACKAGES),
             "threads": threads(devices),
             "compile_s": run.compile_s,
+            "compiler_options": run.engine.compiler_options,
             "cpu_time_s": sum(all_gather_numbers([cpu_seconds()])),
             "peak_memory_bytes": peak_memory_bytes,
             "peak_memory_method": peak_memory_method,

@@ -1,6 +1,7 @@
 """Training: set up a run, and loop. All engines of jaxpar share it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from compare.numerics.stream import AHEAD, arrays_of_step
 from compare.side.inputs import weights_to_load
 from compare.side.recording import Recording
 from compare.spec.experiment import Experiment
+from compare.spec.xla import xla_options
 from jaxpar import compiler, explicit, manual, weights
 from jaxpar.comm.hosts import barrier, put_sharded
 from jaxpar.comm.mesh import make_mesh
@@ -129,7 +131,8 @@ def set_up(request: Request) -> Run:
 def make_engine(name: str, experiment: Experiment, mesh: Mesh) -> Engine:
     """The engine of this name for an experiment. The mesh has the axes of the layout."""
     decay = weights.decay_mask(experiment.model, experiment.optimizer.decay)
-    return ENGINES[name](experiment, mesh, make_optimizer(experiment.optimizer, decay=decay))
+    engine = ENGINES[name](experiment, mesh, make_optimizer(experiment.optimizer, decay=decay))
+    return replace(engine, compiler_options=engine.compiler_options | xla_options(experiment.layout))
 
 
 def initial_state(engine: Engine, initial: Weights | None = None) -> TrainState:

@@ -98,6 +98,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """Threads of each device, in words: CPU timings depend on them."""
     compile_s: float
     """Compilation before the first step; 0 if nothing is compiled."""
+    compiler_options: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options with which the step was compiled, beyond the compiler's defaults."""
     first_step_s: float
     cpu_time_s: float
     """User plus system CPU seconds of all of the engine's processes, start-up and compilation included."""

@@ -24,6 +24,7 @@ from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
+from compare.spec.xla import xla_options
 from compare.theory.memory import bytes_at_rest, excess, padded_size, parameters_of_stage
 from compare.theory.ring import HOP, orders_of_ring
 
@@ -107,6 +108,16 @@ def _read_compiler(run: Observed) -> Iterator[Finding]:
     asked, found = run.experiment.layout.compile, run.work.compiled.partition(",")[0] or "none"
     if run.engine.sends_by == "dtensor" and asked != "auto":
         yield Finding("layout.compile", asked, found)
+
+
+def _read_xla(run: Observed) -> Iterator[Finding]:
+    """The options with which XLA compiled the step."""
+    asked = run.experiment.layout.xla
+    if run.engine.is_jax and asked != "plain":
+        given = run.record.manifest.compiler_options.items()
+        yield Finding(
+            "layout.xla", asked, asked if xla_options(run.experiment.layout).items() <= given else "plain"
+        )
 
 
 def _read_dtypes(run: Observed) -> Iterator[Finding]:
@@ -343,6 +354,7 @@ def _read_bytes_sent(run: Observed) -> Iterator[Finding]:
 
 READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "layout.compile": _read_compiler,
+    "layout.xla": _read_xla,
     "precision.dtype": _read_dtypes,
     "dtypes of other operations": _read_kept_dtypes,
     "sums of gradients": _read_gradient_sums,

@@ -151,6 +151,10 @@ class Study(StudyFlags, frozen=True, kw_only=True):
         cases, left_out = self.cases(experiment)
         if not cases and left_out:
             raise ExperimentError(f"nothing is left to run: {'; '.join(dict.fromkeys(left_out.values()))}")
+        cases = {
+            name: replace(case, request=replace(case.request, platform=self.platform))
+            for name, case in cases.items()
+        }
         require_effects(self.given, cases.values())
         if self.keeps_records:
             require_disk([case.request for case in cases.values()], Path(self.run_dir or RUNS))
@@ -197,7 +201,6 @@ class Study(StudyFlags, frozen=True, kw_only=True):
             request = replace(
                 request,
                 experiment=replace(case.experiment, data=data),
-                platform=self.platform,
                 corpus_sha256=corpus_sha256,
                 timeout_s=self.timeout_s,
                 cache_dir=self.cache_dir,

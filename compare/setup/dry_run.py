@@ -22,6 +22,7 @@ from compare.show.terminal import print_findings
 from compare.side.ending import BAD_REQUEST, MISSING
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
+from compare.spec.xla import xla_options
 from compare.system.tensors import RecordError
 from compare.terminal import results_console
 from compare.text import human_bytes, layout_in_words
@@ -106,6 +107,9 @@ def show(
         ]
     elif hosts.elsewhere:
         unchecked = "GPUs and their memory: no NVIDIA GPU is visible here"
+    in_jax = [case.experiment.layout for case in outcome.cases.values() if ENGINES[case.engine].is_jax]
+    options = [[f"{name}={value}" for name, value in xla_options(layout).items()] for layout in in_jax]
+    xla = dict.fromkeys(", ".join(one) for one in options if one)
     facts = {
         "layout": "; ".join(dict.fromkeys(case["layout"] for case in cases)),
         "data": f"{tokens[0]:,} tokens of {experiment.data.source}, which are read when it runs"
@@ -115,6 +119,7 @@ def show(
         "resumed": f"{resume}, from step {', '.join(map(str, steps_there))}" if steps_there else resume,
         "checkpoints": f"up to {human_bytes(saved)} on disk, of all cases together" if saved else "",
         "not checked": unchecked,
+        "layout.xla": "; ".join(xla),
         "layout.offload": f"{human_bytes(on_host)} of a device's state on the host" if on_host else "",
     }
     found = Findings(

@@ -39,6 +39,10 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
         lambda case: bool(moment_names(case.experiment.optimizer)),
     ),
     "layout.compile": ("for torch-compiler", lambda case: ENGINES[case.engine].sends_by == "dtensor"),
+    "layout.xla": (
+        "for JAX with --platform gpu",
+        lambda case: ENGINES[case.engine].is_jax and case.request.platform == "gpu",
+    ),
     **dict.fromkeys(
         ("optimizer.min_lr", "optimizer.warmup_iters", "optimizer.lr_decay_iters"),
         ("with --optimizer.decay_lr", lambda case: case.experiment.optimizer.decay_lr),

@@ -15,6 +15,7 @@ from compare.execute.this_machine import gpu_memories, memory_bytes
 from compare.show.findings import by_reason
 from compare.spec.engines.registry import ENGINES, SIDES
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
+from compare.spec.xla import xla_options
 from compare.text import human_bytes
 from compare.theory.memory import checkpoint_bytes, weight_bytes
 from compare.theory.peak import peak_estimate
@@ -61,6 +62,11 @@ def require_sides(sides: Iterable[str], pythons: Mapping[str, str]) -> None:
 
 def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: Hosts) -> None:
     """Reject a case that cannot run here. Raises ExperimentError, EnvironmentMissing."""
+    if xla_options(experiment.layout) and platform == "cpu":
+        raise ExperimentError(
+            f"layout.xla = {experiment.layout.xla} with platform cpu: it sets options of XLA's GPU compiler: "
+            "leave it out, or give --platform gpu"
+        )
     require_devices(experiment, platform, hosts)
     ENGINES[engine].require_experiment(experiment)
     if not hosts.elsewhere:

@@ -221,6 +221,9 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Compilation of torch-compiler. none: DTensor decides at every operator. aot_eager: torch.compile traces
     one program, which runs operator by operator. inductor: its kernels are also fused. auto: inductor on
     GPUs; none on a CPU, with remat = full and with experts."""
+    xla: Literal["plain", "tuned"] = "plain"
+    """Options of XLA on GPUs. plain: XLA's defaults. tuned: MaxText's: latency hiding, pipelined collectives,
+    double buffers, and larger messages. `--dry_run` prints them."""
 
     @property
     def axes(self) -> dict[str, int]:

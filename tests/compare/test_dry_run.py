@@ -53,6 +53,16 @@ def test_dry_run_lists_the_cases(nothing_starts, capsys, line):
     assert planned["training_tokens"] > 0
 
 
+def test_flags_of_gpus_have_an_effect_on_gpus(nothing_starts, capsys):
+    """The options of XLA are printed, with message sizes of this layout; other engines need none."""
+    gpu = "run check --platform gpu --dry_run --preset fsdp --devices 4"
+    assert main(f"{gpu} --layout.xla tuned --precision.tf32".split()) == 0
+    assert f"xla_gpu_all_gather_combine_threshold_bytes={2**28}" in capsys.readouterr().out
+    assert main(f"{gpu} --layout.xla tuned --engines torch-manual".split()) == 2
+    assert main(f"{gpu} --engines torch-manual".split()) == 0
+    assert "xla_gpu" not in capsys.readouterr().out
+
+
 def test_memory_is_the_closed_form(nothing_starts, capsys):
     asked = "run check --preset fsdp_pp --devices 4 --engines torch-manual --dry_run --json"
     assert main(asked.split()) == 0

@@ -124,6 +124,8 @@ REFUSED = {
     "run --checkpoint.keep 3": "--checkpoint.keep has no effect without --checkpoint.every",
     "run --no_ladder --keep_tensors": "--keep_tensors has no effect without --ladder",
     "run --engines jax-manual --layout.compile inductor": "--layout.compile has an effect only for torch-co",
+    "run --layout.xla tuned": "--layout.xla has an effect only for JAX with --platform gpu",
+    "run tuned.toml": "layout.xla = tuned with platform cpu: it sets options of XLA's GPU compiler",
     "run --optimizer.name sgd --layout.offload optimizer": "--layout.offload has an effect only with an o",
     "run --model.rope_base 5": "--model.rope_base has an effect only with --model.position rope",
     "run --model.balance 0.1": "--model.balance has an effect only with --model.n_experts",
@@ -180,6 +182,7 @@ def folder(no_process, tmp_path, monkeypatch):
         "config.py": "batch_size = 4\n",
         "fields.toml": "preset = 'fsdp'\n",
         "short.txt": "a few words",
+        "tuned.toml": "[layout]\nxla = 'tuned'\n",
     }.items():
         Path(name).write_text(text)
     saved = f"{CHECKPOINTS}/step-00000001/{DESCRIPTION}"

@@ -10,6 +10,7 @@ from compare.contract.ledger import Ledger
 from compare.contract.work import Kept
 from compare.judge.strategy import strategy_of
 from compare.spec.experiment import Experiment, Layout, Model, Precision, edited, load
+from compare.spec.xla import xla_options
 from tests.support.records import climbed, make_record, reduces
 
 DDP = {"layout": {"dp_replicate": 2, "bucket_mb": 0.01}}
@@ -25,6 +26,17 @@ def test_moments_may_be_missing_before_an_update(tmp_path, tiny):
     without = replace(record, manifest=manifest)
     assert "optimizer off by -100%" in objections(without)
     assert not objections(replace(without, steps=[replace(step, skipped=True) for step in without.steps]))
+
+
+def test_options_of_xla_are_read(tmp_path, tiny):
+    """A step that was compiled with fewer options than tuned is plain."""
+    spec = edited(tiny, {"layout": {"xla": "tuned"}})
+    record = make_record(tmp_path / "run", spec, engine="jax-manual")
+    options = xla_options(spec.layout)
+    assert objections(record).startswith("layout.xla = tuned was asked for; found: plain")
+    for given, passes in ((options, True), (dict([*options.items()][1:]), False)):
+        manifest = replace(record.manifest, compiler_options={"other": 1} | given)
+        assert (not objections(replace(record, manifest=manifest))) == passes
 
 
 def test_dtype_of_tied_gradients_is_named(tmp_path, tiny):

@@ -5,8 +5,10 @@ The sizes of the model are not divisible. Two microbatches are compiled once for
 
 import re
 
+import jax
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from compare.checkpoint.description import WEIGHTS, folder_name
 from compare.checkpoint.reader import CheckpointReader
@@ -16,6 +18,7 @@ from compare.numerics.shards import Shard
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
 from compare.spec.experiment import Layout, Model
+from compare.spec.xla import xla_options
 from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.hlo import collectives
@@ -65,6 +68,19 @@ LAYOUTS = {
 """Layouts of jaxpar's engines: each strategy and each remat at least once."""
 ENGINES = ("jax-compiler", "jax-explicit", "jax-manual")
 BLOCKS = N - REST
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_xla_has_the_tuned_options(engine):
+    """XLA knows each option, and the engine keeps its own."""
+    layout = Layout(dp_replicate=2, xla="tuned")
+    plain, tuned = (
+        make_engine(engine, experiment_of(of), make_mesh(of, platform="cpu")).compiler_options
+        for of in (replace(layout, xla="plain"), layout)
+    )
+    assert tuned == plain | xla_options(layout)
+    assert ("xla_disable_hlo_passes" in tuned) == (engine == "jax-manual")
+    jax.jit(lambda x: x).lower(1.0).compile(compiler_options=tuned)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
