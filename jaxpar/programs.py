@@ -68,7 +68,12 @@ def trace_loss(engine: Engine, state: TrainState) -> Any:
 
 def compile_program(engine: Engine, traced: Any) -> jax.stages.Compiled:
     """Compile a traced program with the options of its engine."""
-    return traced.lower().compile(compiler_options=engine.compiler_options)
+    return compile_lowered(engine, traced.lower())
+
+
+def compile_lowered(engine: Engine, lowered: Any) -> jax.stages.Compiled:
+    """Compile a lowered program with the options of its engine."""
+    return lowered.compile(compiler_options=engine.compiler_options)
 
 
 def device_scalars(experiment: Experiment, progress: Progress) -> dict[str, np.ndarray]:

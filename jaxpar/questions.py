@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from compare.checkpoint.description import DESCRIPTION, WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
+from compare.contract.chips import ChipRequest
 from compare.contract.request import decode_request
 from compare.numerics.sampling import SampleRequest, generate
 from compare.spec.experiment import MAX_CPU_DEVICES, Precision
@@ -24,13 +25,17 @@ from jaxpar.weights import from_canonical
 def answer(arguments: Namespace) -> object:
     """The answer, to be printed as JSON; None for a conversion, which writes files.
 
-    Raises ExperimentError, MissingDevicesError.
+    Raises ExperimentError, MissingDevicesError, ImportError.
     """
     match arguments.question:
         case "sample":
             return sample(decode_request(arguments.sample, SampleRequest, source="--sample"))
         case "doctor":
             return doctor()
+        case "compile":
+            from jaxpar.ahead_of_time import compile_ahead
+
+            return compile_ahead(decode_request(arguments.compile, ChipRequest, source="--compile"))
     return convert(*arguments.convert)
 
 

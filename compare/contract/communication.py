@@ -71,6 +71,14 @@ class Communication(Struct, frozen=True, kw_only=True):
     """Source lines that cause a message of XLA, innermost first: `("jaxpar/train.py", 12)`."""
     stage: int = 0
     """Pipeline rank of the devices."""
+    is_async: bool = False
+    """Whether a compiled program may compute between the start and the end of a call."""
+    beside: tuple[str, ...] = ()
+    """Operations of a compiled program between start and end, one for each kernel of a call."""
+    cycles: int = 0
+    """XLA:TPU's estimate of the cycles of these operations, summed over the calls."""
+    algorithm: str = ""
+    """XLA:TPU's name of the algorithm."""
 
 
 def summed(rows: Iterable[Communication]) -> list[Communication]:

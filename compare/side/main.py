@@ -33,7 +33,7 @@ from compare.side.run_lock import lock_folder
 from compare.system.signals import is_ignored, when_stdin_ends
 
 STDIN_GRACE_S = 5.0
-QUESTIONS = ("doctor", "convert", "sample")
+QUESTIONS = ("doctor", "convert", "sample", "compile")
 
 
 class Side(NamedTuple):
@@ -109,6 +109,7 @@ def parse_arguments(side: str) -> argparse.Namespace:
     )
     parser.add_argument("--base", default="", metavar="JSON", help="the experiment, if FROM has none")
     parser.add_argument("--sample", metavar="JSON", help="print token ids drawn from a checkpoint, as JSON")
+    parser.add_argument("--compile", metavar="JSON", help="print what XLA makes of a step, as JSON")
     found = parser.parse_args()
     found.question = next((question for question in QUESTIONS if getattr(found, question)), "")
     if found.run_dir is None and not found.question:

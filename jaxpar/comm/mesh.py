@@ -1,5 +1,7 @@
 """Devices and the mesh over them. The mesh has one axis for each degree of the layout, with its name."""
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import AxisType, Mesh
 
@@ -13,7 +15,12 @@ def make_mesh(layout: Layout, *, platform: str) -> Mesh:
     It has all of `layout.axes`, also those of size 1. The outermost axes cross from host to host. The axes
     are Auto: the compiler propagates shardings, and `shard_map` makes an axis manual.
     """
-    axes, devices = layout.axes, find_devices(layout.devices, platform=platform)
+    return mesh_over(find_devices(layout.devices, platform=platform), layout)
+
+
+def mesh_over(devices: Sequence[jax.Device], layout: Layout) -> Mesh:
+    """The mesh of `make_mesh` over given devices, which need not be here."""
+    axes = layout.axes
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 

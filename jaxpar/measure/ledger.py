@@ -58,7 +58,7 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
     is inferred.
     """
     stages, problems = axis_sizes.get(PP, 1) if is_step else 1, list[str]()
-    totals: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    totals: dict[Communication, list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     differentiates = "jvp(" in hlo
     for collective in collectives(hlo, axis_sizes, problems):
         axis, group_size = axis_of(collective, axis_sizes)
@@ -83,13 +83,17 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
             source=": ".join(filter(None, (line, collective.op_name))),
             loops=collective.loops,
             places=_places(collective) if is_step else (),
+            is_async=collective.is_async,
+            beside=collective.beside,
+            algorithm=collective.algorithm,
         )
         for stage in _senders(collective, axis_sizes) if stages > 1 else [0]:
             calls, total = collective.calls_at(stage), totals[replace(place, stage=stage)]
-            total[:] = map(sum, zip(total, (calls, calls * size, calls * wire, calls * lone), strict=True))
+            more = (calls, calls * size, calls * wire, calls * lone, calls * collective.cycles)
+            total[:] = map(sum, zip(total, more, strict=True))
     rows = [
-        replace(place, calls=calls, bytes=size, wire_bytes=wire, scalars=lone)
-        for place, (calls, size, wire, lone) in totals.items()
+        replace(place, calls=calls, bytes=size, wire_bytes=wire, scalars=lone, cycles=cycles)
+        for place, (calls, size, wire, lone, cycles) in totals.items()
         if calls
     ]
     return Ledger(rows=rows, problems=problems)
