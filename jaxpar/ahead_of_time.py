@@ -1,7 +1,7 @@
 """A training step compiled for chips that are not here. Nothing is placed on a device, and nothing runs.
 
 XLA's compilers for TPUs (libtpu) and for GPUs (JAX's CUDA plugin) need only a description of the chips. A
-compiled program is kept in a file, which is named after the program's text before compilation.
+compiled program is kept in a file, which is named after its text before compilation.
 """
 
 import hashlib
@@ -63,12 +63,12 @@ def compile_ahead(request: ChipRequest) -> ChipProgram:
     engine = make_engine(request.engine, experiment, mesh_over(devices, experiment.layout))
     state = state_like(engine)
     lowered = trace_train(engine, state).lower()
-    packages = (*PACKAGES, *(name for name, _ in [COMPILERS[chip.compiler]] if chip.compiler != "cpu"))
-    found = versions(packages)
+    found = versions((*PACKAGES, *COMPILERS.get(chip.compiler, ())[:1]))
     path = None
     if request.cache_dir:
-        # With source lines and scopes: the ledger reads them.
-        parts = lowered.as_text(debug_info=True), chip, engine.compiler_options, found
+        # The text has no scopes and no source lines, which the ledger reads: the source stands for them.
+        source = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+        parts = lowered.as_text(), source, chip, engine.compiler_options, found
         path = Path(request.cache_dir) / "chips" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
     is_cached = path is not None and path.is_file()
     compiled = read_json(path, Compiled) if path and is_cached else compile_text(engine, lowered, chip)

@@ -82,7 +82,7 @@ FOREIGN = {
     *("job-name", "time", "signal", "requeue", "open-mode", "output", "gpus-per-node"),  # sbatch
     *("master-addr", "master-port", "nnodes", "node-rank", "nproc-per-node"),  # torchrun
     *("porcelain", "untracked-files", "format", "full-name", "query-gpu"),  # git, nvidia-smi, shells
-    *("base", "doctor", "collectives", "convert", "sample"),  # questions to a side
+    *("base", "doctor", "collectives", "compile", "convert", "sample"),  # questions to a side
     *("help", "version", "tyro-"),
 }
 """Flags of other programs, and of no command."""

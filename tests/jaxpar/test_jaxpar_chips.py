@@ -4,12 +4,22 @@
 jax-cuda13-plugin 0.10.2 for eight H100.
 """
 
+import importlib.metadata
 from pathlib import Path
 
+import jax
 import pytest
+from msgspec.structs import replace
 
-from compare.contract.communication import Communication
+from compare.contract.chips import Chip, ChipRequest
+from compare.contract.communication import Communication, summed
+from compare.spec.experiment import Layout
+from jaxpar import ahead_of_time
+from jaxpar.ahead_of_time import absent_devices, compile_ahead, state_like
+from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.ledger import read_ledger
+from jaxpar.programs import compile_program, trace_train
+from jaxpar.train import initial_state, make_engine
 
 TEXTS = Path(__file__).parents[1] / "data" / "hlo"
 TPU, GPU = ((TEXTS / f"{chip}_fsdp_compiler.txt").read_text() for chip in ("tpu", "gpu"))
@@ -98,3 +108,37 @@ ENTRY %main (p: f32[8]) -> f32[1] {
 def test_body_of_async_start_runs_beside_what_follows():
     (row,) = read_ledger(ASYNC, SIZES).rows
     assert facts(row) == ("reduce_scatter", "f32", 1, 32, True, ("dot_general",), 0, "")
+
+
+@pytest.fixture
+def request_of_tiny(tiny, tmp_path, monkeypatch) -> ChipRequest:
+    """A request for four devices of the CPU, which this process has already."""
+    monkeypatch.setattr(ahead_of_time, "join_devices", lambda *_, **__: None)
+    experiment = replace(tiny, layout=Layout(dp_shard=4, zero=3))
+    chip = Chip(name="cpu", compiler="cpu")
+    return ChipRequest(engine="jax-manual", experiment=experiment, chip=chip, cache_dir=str(tmp_path))
+
+
+def test_program_of_shapes_is_that_of_a_run(request_of_tiny):
+    found, again = compile_ahead(request_of_tiny), compile_ahead(request_of_tiny)
+    experiment = request_of_tiny.experiment
+    engine = make_engine("jax-manual", experiment, make_mesh(experiment.layout, platform="cpu"))
+    state = initial_state(engine)
+    like = state_like(engine)
+    for shape, array in zip(
+        *map(jax.tree.leaves, ((like.params, like.opt_state), (state.params, state.opt_state))), strict=True
+    ):
+        assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding)
+    step = compile_program(engine, trace_train(engine, state))
+    assert summed(found.ledger.rows) == summed(read_ledger(step.as_text() or "", engine.mesh.shape).rows)
+    assert (found.is_cached, again.is_cached) == (False, True)
+    assert replace(again, is_cached=False) == found
+    other = replace(experiment, optimizer=replace(experiment.optimizer, beta1=0.5))
+    assert not compile_ahead(replace(request_of_tiny, experiment=other)).is_cached
+
+
+@pytest.mark.parametrize(("compiler", "extra"), [("tpu", "tpu"), ("cuda", "gpu-compiler")])
+def test_missing_compiler_is_named(compiler, extra, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: iter(()))
+    with pytest.raises(ImportError, match=rf"is not installed: pip install 'shardpair\[{extra}\]'"):
+        absent_devices(Chip(name="x", compiler=compiler))

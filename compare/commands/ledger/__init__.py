@@ -1,26 +1,32 @@
 """`shardpair ledger`: the bytes that every engine sends in a step, and the textbook's."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+import tyro
 from msgspec import Struct
+from msgspec.structs import replace
 
+from compare.commands.ledger.chips import compile_all, findings_of_chips
 from compare.contract.communication import Communication
 from compare.contract.record import Record
-from compare.flags import PresetNames, chosen_engines
+from compare.flags import PresetNames, chosen_engines, find_pythons
 from compare.judge.alone import Alone
 from compare.judge.outcome import Grid, Outcome, read_run
 from compare.judge.strategy import LEDGER, SENT
 from compare.judge.textbook import Flow, line_up
 from compare.run.spread import Spread
 from compare.run.study import Study
+from compare.setup.chips import chips_of, require_chip
 from compare.setup.grid import grid, vary
 from compare.setup.presets import check_presets, several_presets
 from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
 from compare.show.terminal import print_findings
-from compare.spec.engines.registry import STUDIED
+from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.terminal import errors_console
 from compare.text import layout_in_words
 
 
@@ -31,8 +37,12 @@ class Ledger(Spread, frozen=True, kw_only=True):
     kind, mesh axis and purpose, on a device of each stage of a pipeline. Scalars (the loss, the norm) are
     left out. For a function or a module of your own see docs/libraries.md.
 
+    With --chip nothing is trained: XLA's compilers for CPUs, TPUs and GPUs compile the step of each JAX
+    engine. The tables have a column per chip, and say which messages are asynchronous.
+
     Try:
       shardpair ledger --preset fsdp --devices 2
+      shardpair ledger demo --preset fsdp --chip v5e:2x4 --chip h100x8 --chip cpu
       shardpair ledger --preset tp --rows                   (every place in the program, with its source line)
       shardpair ledger --results runs/demo-20260101-120000  (of a finished run)
     """
@@ -43,7 +53,10 @@ class Ledger(Spread, frozen=True, kw_only=True):
     rows: bool = False
     """Also print every row: phase, ranks, dtype, loops and source line."""
     fail_on_unexpected: bool = False
-    """Exit with 1 if the layout does not explain a flow."""
+    """Exit with 1 if the layout does not explain a flow, or an instruction for a chip is not understood."""
+    chip: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Chip that need not be here: cpu, a slice of a TPU such as v5e:2x4, or GPUs such as h100x8. Give the
+    flag for each chip. The default of --devices is its number of devices."""
 
     default = "check"
     # The third of four steps is watched.
@@ -60,7 +73,7 @@ class Ledger(Spread, frozen=True, kw_only=True):
             return self.against_first(experiment)
         if self.preset:
             raise ExperimentError("--preset and --presets: give one of them")
-        presets = several_presets(self.presets, experiment.model)
+        presets = several_presets(self.presets, experiment.model, self.devices)
         check_presets(experiment.layout, presets.items(), self.layout_flags)
         layouts = {name: (name, devices) for name, devices in presets.items()}
         rows, _ = vary(experiment, layouts, (), flags=self.layout_flags)
@@ -68,6 +81,8 @@ class Ledger(Spread, frozen=True, kw_only=True):
 
     def __call__(self) -> int:
         """Print the ledgers. Returns 0, or 1 if an engine failed or --fail_on_unexpected found something."""
+        if self.chip:
+            return self.of_chips()
         if self.dry_run:
             return super().__call__()
         if self.results and (self.preset or self.presets or self.fields_given):
@@ -78,12 +93,49 @@ class Ledger(Spread, frozen=True, kw_only=True):
         print_findings(found, as_json=self.json)
         return 1 if found.missing or (self.fail_on_unexpected and not found.passed) else 0
 
+    def of_chips(self) -> int:
+        """Print the ledgers of compiled programs. Returns 0, or 1 if a compiler rejects a program, or
+        --fail_on_unexpected and an instruction is not understood."""
+        if idle := sorted(self.given - self.fields_given - WITH_CHIP):
+            flags = ", ".join(f"--{name}" for name in idle)
+            raise ExperimentError(f"--chip compiles programs and trains nothing: leave out {flags}")
+        if others := [name for name in self.engines if name not in JAX_ENGINES]:
+            raise ExperimentError(f"--engines {others[0]}: --chip takes {', '.join(JAX_ENGINES)}")
+        chips, count = chips_of(self.chip)
+        study = self
+        if count and self.devices is None and (self.preset or self.presets):
+            study = replace(self, devices=count)
+        found, left_out = study.cases(study.resolve())
+        cases = {
+            name: (case.engine, case.experiment) for name, case in found.items() if case.engine in JAX_ENGINES
+        }
+        for chip, (_, experiment) in itertools.product(chips, cases.values()):
+            require_chip(chip, experiment)
+        compiled = compile_all(
+            cases,
+            chips,
+            python=find_pythons(self)[JAX.name],
+            cache_dir=self.cache_dir,
+            tell=(lambda _: None) if self.quiet else errors_console().print,
+        )
+        ours = {name: why for name, why in left_out.items() if name.partition(".")[0] in JAX_ENGINES}
+        compiled = replace(compiled, left_out=ours | compiled.left_out)
+        findings = findings_of_chips(compiled, places=self.rows)
+        print_findings(findings, as_json=self.json)
+        return 1 if findings.missing or (self.fail_on_unexpected and not findings.passed) else 0
+
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A table for each layout, and the unexpected flows."""
         return findings_of_ledgers(folder, places=False)
 
 
+WITH_CHIP = {
+    *("chip", "engines", "preset", "presets", "devices", "rows", "fail_on_unexpected"),
+    *("json", "quiet", "jax_python", "cache_dir"),
+}
+"""Flags allowed with --chip, with the fields of the experiment."""
+JAX_ENGINES = [engine.name for engine in JAX.engines]
 PEER = "peers have no closed form of what they send"
 BELOW = "Bytes of a device in a step, all calls together. A cell is a multiple of the textbook's bytes."
 PLACES = (
