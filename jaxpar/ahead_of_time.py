@@ -125,7 +125,7 @@ def absent_devices(chip: Chip) -> list[jax.Device]:
 
 
 def find_ptxas() -> None:
-    """Tell XLA the folder of CUDA's assembler, which pip installed. JAX has started no backend yet."""
+    """Give XLA the folder of CUDA's assembler, which pip installed. JAX has started no backend yet."""
     found = importlib.util.find_spec("nvidia")
     for folder in (Path(part) / "cu13" for part in (found.submodule_search_locations or [] if found else [])):
         if (folder / "bin" / "ptxas").is_file():

@@ -73,7 +73,7 @@ class Communication(Struct, frozen=True, kw_only=True):
     """Pipeline rank of the devices."""
     is_async: bool = False
     """Whether a compiled program may compute between the start and the end of a call."""
-    beside: tuple[str, ...] = ()
+    overlapped: tuple[str, ...] = ()
     """Operations of a compiled program between start and end, one for each kernel of a call."""
     cycles: int = 0
     """XLA:TPU's estimate of the cycles of these operations, summed over the calls."""

@@ -62,7 +62,7 @@ _EMITTER = re.compile(r'"collective_algorithm_config":\{"emitter":"(\w+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _SYNCHRONOUS = '"is_sync":true'
 _KERNELS = ("fusion", "custom-call", "dot", "convolution", "reduce", "sort", "scatter", "while", "call")
-"""Operations that compute beside an asynchronous collective."""
+"""Operations that compute during an asynchronous collective."""
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TURNS = re.compile(r"\bruns_(\d+(?:_\d+)*)_of_(\d+)\b")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -104,7 +104,7 @@ class Collective:
         calls: calls in one step, for each rank of a pipeline, or one number for all devices.
         loops: trip counts of the loops around it, the outermost first.
         is_async: True if the program may compute between its start and its end.
-        beside: the operations between its start and its end, one for each kernel.
+        overlapped: the operations between its start and its end, one for each kernel.
         cycles: XLA:TPU's estimate of their cycles in one call; 0 on other platforms.
         algorithm: XLA:TPU's name of its algorithm, or "".
     """
@@ -119,7 +119,7 @@ class Collective:
     calls: tuple[int, ...] = (1,)
     loops: tuple[int, ...] = ()
     is_async: bool = False
-    beside: tuple[str, ...] = ()
+    overlapped: tuple[str, ...] = ()
     cycles: int = 0
     algorithm: str = ""
 
@@ -231,7 +231,7 @@ class _Module:
         if chain := _CHAIN.search(inner):
             if any(_START in line and f"(%{name_of(inner)}" in line for line in body):
                 self._started.add(chain.groups())
-                how = self._beside(after, lambda later: self._ends(later, chain.groups()))
+                how = self._overlapped(after, lambda later: self._ends(later, chain.groups()))
                 yield from (replace(found, **how) for found in self._collective(inner, caller=text))
             elif chain.groups() not in self._started:
                 self._object("a part of an asynchronous collective that never starts", inner)
@@ -251,24 +251,24 @@ class _Module:
         )
 
     def _between(self, start: str, after: Sequence[str]) -> dict[str, Any]:
-        """`_beside` of a pair of start and done; {} if XLA:GPU runs the pair as one instruction."""
+        """`_overlapped` of a pair of start and done; {} if XLA:GPU runs the pair as one instruction."""
         if _SYNCHRONOUS in start:
             return {}
         name = name_of(start)
-        return self._beside(
+        return self._overlapped(
             after, lambda later: opcode_of(later).endswith("-done") and name in operands(later)
         )
 
-    def _beside(self, after: Sequence[str], is_end: Callable[[str], bool]) -> dict[str, Any]:
+    def _overlapped(self, after: Sequence[str], is_end: Callable[[str], bool]) -> dict[str, Any]:
         """Fields of an asynchronous collective: the kernels before its end, and their cycles."""
-        beside, cycles = [], 0
+        overlapped, cycles = [], 0
         for place, text in enumerate(after):
             if is_end(text):
-                return {"is_async": True, "beside": tuple(beside), "cycles": cycles}
+                return {"is_async": True, "overlapped": tuple(overlapped), "cycles": cycles}
             spent, opcode = self._cycles(text, after[:place]), opcode_of(text)
             if spent or (opcode in _KERNELS and _PART not in name_of(text)):
                 match = OP_NAME.search(text)
-                beside.append(match[1].rpartition("/")[2] if match else opcode)
+                overlapped.append(match[1].rpartition("/")[2] if match else opcode)
                 cycles += spent
         return {"is_async": True}
 

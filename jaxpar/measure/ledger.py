@@ -84,7 +84,7 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
             loops=collective.loops,
             places=_places(collective) if is_step else (),
             is_async=collective.is_async,
-            beside=collective.beside,
+            overlapped=collective.overlapped,
             algorithm=collective.algorithm,
         )
         for stage in _senders(collective, axis_sizes) if stages > 1 else [0]:

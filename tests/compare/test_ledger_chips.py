@@ -19,7 +19,7 @@ ROW = Communication(
 )
 ROWS = [
     msgspec.structs.replace(
-        ROW, dtype="bf16", is_async=True, beside=("dot_general", "dot_general", "add"), cycles=1234
+        ROW, dtype="bf16", is_async=True, overlapped=("dot_general", "dot_general", "add"), cycles=1234
     ),
     msgspec.structs.replace(ROW, dtype="f32, bf16", calls=2, bytes=524_000, algorithm="RingEmitter"),
     msgspec.structs.replace(ROW, kind="all_reduce", purpose="loss", dtype="f32", calls=2, bytes=16),
@@ -54,7 +54,7 @@ def asked(monkeypatch):
     return requests_and_answers
 
 
-def test_column_of_a_chip_is_beside_the_textbook(asked, capsys):
+def test_column_of_a_chip_is_overlapped_the_textbook(asked, capsys):
     assert main([*FLAGS, "--chip", "v5e:2x4", "--chip", "cpu", "--engines", "jax-manual"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "axis role textbook torch-manual v5e:2x4 cpu" in shown

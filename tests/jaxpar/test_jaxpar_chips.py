@@ -27,7 +27,7 @@ SIZES = {"dp_shard": 8}
 
 
 def facts(row: Communication) -> tuple[object, ...]:
-    return row.kind, row.dtype, row.calls, row.bytes, row.is_async, row.beside, row.cycles, row.algorithm
+    return row.kind, row.dtype, row.calls, row.bytes, row.is_async, row.overlapped, row.cycles, row.algorithm
 
 
 def test_tpu_program_is_read():
@@ -105,7 +105,7 @@ ENTRY %main (p: f32[8]) -> f32[1] {
 """
 
 
-def test_body_of_async_start_runs_beside_what_follows():
+def test_body_of_async_start_runs_overlapped_what_follows():
     (row,) = read_ledger(ASYNC, SIZES).rows
     assert facts(row) == ("reduce_scatter", "f32", 1, 32, True, ("dot_general",), 0, "")
 

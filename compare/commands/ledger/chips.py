@@ -122,7 +122,7 @@ def findings_of_chips(compiled: Compiled, *, places: bool) -> Findings:
     calls, beside = Counter[bool](), Counter[bool]()
     for row in (row for one in programs if one.chip != "cpu" for row in one.rows):
         calls[row.is_async] += row.calls
-        beside[bool(row.beside)] += row.calls
+        beside[bool(row.overlapped)] += row.calls
     asynchronous = (
         f"; off the CPU {calls[True]:,} of {calls.total():,} calls are asynchronous" if calls else ""
     )
@@ -195,7 +195,7 @@ class Message(Struct, frozen=True, kw_only=True):
     dtype: str
     is_async: bool
     algorithms: str
-    beside: str
+    overlapped: str
     calls: int
     bytes: int
     cycles: int
@@ -210,7 +210,7 @@ def messages(program: Program) -> Iterator[Message]:
     for (kind, axis, dtype, is_async), rows in sorted(groups.items()):
         operations = Counter[str]()
         for row in rows:
-            for operation in row.beside:
+            for operation in row.overlapped:
                 operations[operation] += row.calls
         named = [f"{count:,} {operation}" for operation, count in operations.most_common(MOST)]
         others = operations.total() - sum(count for _, count in operations.most_common(MOST))
@@ -222,7 +222,7 @@ def messages(program: Program) -> Iterator[Message]:
             dtype=dtype,
             is_async=is_async,
             algorithms=", ".join(sorted({row.algorithm for row in rows} - {""})),
-            beside=", ".join([*named, *([f"{others:,} others"] if others else [])]),
+            overlapped=", ".join([*named, *([f"{others:,} others"] if others else [])]),
             calls=sum(row.calls for row in rows),
             bytes=sum(row.bytes for row in rows),
             cycles=sum(row.cycles for row in rows),
@@ -236,11 +236,11 @@ MESSAGES = (
     Column[Message]("axis", lambda message: message.axis),
     Column[Message]("dtype", lambda message: message.dtype),
     Column[Message]("asynchronous", lambda message: "yes" if message.is_async else "no"),
-    Column[Message]("beside it", lambda message: message.beside or None),
+    Column[Message]("overlapped", lambda message: message.overlapped or None),
     Column[Message]("algorithm", lambda message: message.algorithms or None),
     Column[Message]("calls", lambda message: message.calls, ",d"),
     Column[Message]("bytes", lambda message: message.bytes, human_bytes),
-    Column[Message]("cycles beside", lambda message: message.cycles or None, ",d"),
+    Column[Message]("overlapped cycles", lambda message: message.cycles or None, ",d"),
 )
 PROGRAMS = (
     Column[Program]("case", lambda one: one.case),
@@ -263,8 +263,8 @@ PLACES = (
     Column[Communication]("turns", lambda row: " x ".join(map(str, row.loops))),
     Column[Communication]("bytes", lambda row: row.bytes, ",d"),
     Column[Communication]("asynchronous", lambda row: "yes" if row.is_async else "no"),
-    Column[Communication]("beside it", lambda row: ", ".join(row.beside) or None),
-    Column[Communication]("cycles beside", lambda row: row.cycles or None, ",d"),
+    Column[Communication]("overlapped", lambda row: ", ".join(row.overlapped) or None),
+    Column[Communication]("overlapped cycles", lambda row: row.cycles or None, ",d"),
     Column[Communication]("algorithm", lambda row: row.algorithm or None),
     Column[Communication]("from", lambda row: row.source),
 )
