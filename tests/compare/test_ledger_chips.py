@@ -62,13 +62,19 @@ def test_column_of_a_chip_is_overlapped_the_textbook(asked, capsys):
     assert "peak memory - - 62.4 MB 62.4 MB" in shown
     assert "all_gather dp_shard bf16 yes 56 dot_general, 28 add - 28 12.6 MB 1,234" in shown
     assert "all_gather dp_shard bf16, f32 no - RingEmitter 2 524 kB -" in shown
-    assert "2 programs compiled, and not run; off the CPU 28 of 30 calls are asynchronous" in shown
+    assert "without the CPU's, 28 of 30 calls are asynchronous, and 28 are overlapped" in shown
     requests, _ = asked
     assert [(r.engine, r.chip.name, r.experiment.layout.dp_shard) for r in requests] == [
         ("jax-manual", "v5e:2x4", 8),  # as many devices as the chip has
         ("jax-manual", "cpu", 8),
     ]
     assert {r.experiment.data.source for r in requests} == {"synthetic"}
+
+
+def test_dry_run_compiles_nothing(asked, capsys):
+    assert main([*FLAGS, "--chip", "h100x8", "--engines", "jax-manual", "jax-compiler", "--dry_run"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["jax-manual on h100x8", "jax-compiler on h100x8"]
+    assert asked[0] == []
 
 
 def test_instruction_that_is_not_understood_is_counted(asked, capsys):
@@ -114,7 +120,6 @@ REFUSED = {
     "v5e:2x4 --engines torch-manual": "--engines torch-manual: --chip takes jax-compiler",
     "v5e:2x4 --precision.dtype float64": "a TPU has no float64: add --precision.dtype bfloat16",
     "v5e:2x4 --run_dir x": "--chip compiles programs and trains nothing: leave out --run_dir",
-    "cpu --dry_run": "leave out --dry_run",
 }
 
 

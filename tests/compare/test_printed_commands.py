@@ -83,7 +83,7 @@ FOREIGN = {
     *("master-addr", "master-port", "nnodes", "node-rank", "nproc-per-node"),  # torchrun
     *("porcelain", "untracked-files", "format", "full-name", "query-gpu"),  # git, nvidia-smi, shells
     *("base", "doctor", "collectives", "compile", "convert", "sample"),  # questions to a side
-    *("help", "version", "tyro-"),
+    *("help", "version", "tyro-", "xla_gpu_cuda_data_dir"),
 }
 """Flags of other programs, and of no command."""
 

@@ -26,7 +26,7 @@ from compare.show.findings import NONE, Column, Findings, Row, Table, Text, tabl
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.terminal import errors_console
+from compare.terminal import errors_console, results_console
 from compare.text import layout_in_words
 
 
@@ -111,6 +111,10 @@ class Ledger(Spread, frozen=True, kw_only=True):
         }
         for chip, (_, experiment) in itertools.product(chips, cases.values()):
             require_chip(chip, experiment)
+        if self.dry_run:
+            for case, chip in itertools.product(cases, chips):
+                results_console().print(f"{case} on {chip.name}")
+            return 0
         compiled = compile_all(
             cases,
             chips,
@@ -132,7 +136,7 @@ class Ledger(Spread, frozen=True, kw_only=True):
 
 WITH_CHIP = {
     *("chip", "engines", "preset", "presets", "devices", "rows", "fail_on_unexpected"),
-    *("json", "quiet", "jax_python", "cache_dir"),
+    *("json", "quiet", "jax_python", "cache_dir", "dry_run"),
 }
 """Flags allowed with --chip, with the fields of the experiment."""
 JAX_ENGINES = [engine.name for engine in JAX.engines]

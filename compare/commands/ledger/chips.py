@@ -119,16 +119,15 @@ def findings_of_chips(compiled: Compiled, *, places: bool) -> Findings:
         name = f"{one.case} on {one.chip}: every place"
         tables.append(table_of(name, PLACES, one.program.ledger.rows, words=len(PLACES)))
     unknown = sum(len(one.program.ledger.problems) for one in programs)
-    calls, beside = Counter[bool](), Counter[bool]()
+    calls, overlapped = Counter[bool](), 0
     for row in (row for one in programs if one.chip != "cpu" for row in one.rows):
         calls[row.is_async] += row.calls
-        beside[bool(row.overlapped)] += row.calls
-    asynchronous = (
-        f"; off the CPU {calls[True]:,} of {calls.total():,} calls are asynchronous" if calls else ""
-    )
+        overlapped += bool(row.overlapped) * row.calls
+    asynchronous = f"; without the CPU's, {calls[True]:,} of {calls.total():,} calls are asynchronous, and "
+    asynchronous += f"{overlapped:,} are overlapped"
     return Findings(
         title="The ledger of chips",
-        sentence=f"{len(programs)} programs compiled, and not run{asynchronous}; "
+        sentence=f"{len(programs)} programs compiled, and not run{asynchronous if calls else ''}; "
         f"{unknown} instructions not understood"
         + (f"; MISSING: {', '.join(compiled.missing)}" if compiled.missing else ""),
         value={"programs": programs, "missing": compiled.missing, "left_out": compiled.left_out},
