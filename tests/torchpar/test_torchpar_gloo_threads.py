@@ -53,4 +53,4 @@ def test_interface_that_is_missing(monkeypatch):
     monkeypatch.setenv(gloo.INTERFACE, "lo,eth77")
     monkeypatch.setattr(gloo.psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
     with pytest.raises(ExperimentError, match=r"GLOO_SOCKET_IFNAME = lo,eth77: .* eth77, and has lo, eth0:"):
-        gloo._make_backend(dist.HashStore(), 0, 1, timedelta(seconds=1))
+        gloo.make_backend(dist.HashStore(), 0, 1, timedelta(seconds=1))

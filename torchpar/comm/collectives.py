@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from torchpar.comm.gloo import is_gloo
+
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 # The names of torch 2.13, or the names of 2.11.
@@ -134,7 +136,7 @@ class Axis:
             if self.size == 1 or len(full) == 0:
                 full.copy_(shard)
                 return DONE
-            return (_gather_by_nccl if self._is_nccl else _gather_by_sends)(self, full, shard)
+            return (_gather_by_sends if self._sends(full) else _gather_by_nccl)(self, full, shard)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> None:
         """Fill `shard` with this rank's slice of the sum of every rank's `full` (n,); see `all_gather`."""
@@ -146,7 +148,8 @@ class Axis:
             if self.size == 1 or len(full) == 0:
                 shard.copy_(full)
                 return DONE
-            return (_reduce_scatter_by_nccl if self._is_nccl else _reduce_scatter_by_sends)(self, shard, full)
+            scatter = _reduce_scatter_by_sends if self._sends(full) else _reduce_scatter_by_nccl
+            return scatter(self, shard, full)
 
     def all_to_all(
         self,
@@ -226,9 +229,9 @@ class Axis:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    @property
-    def _is_nccl(self) -> bool:
-        return dist.get_backend(self.group) == "nccl"
+    def _sends(self, tensor: torch.Tensor) -> bool:
+        """True if gathers and scatters are sends: gloo cannot send from the memory of a GPU."""
+        return is_gloo(self.group) and tensor.device.type == "cpu"
 
     @contextmanager
     def _observed(

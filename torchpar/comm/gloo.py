@@ -58,7 +58,7 @@ def yielding_threads() -> Generator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, usual)
 
 
-def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> ProcessGroupGloo:
+def make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> ProcessGroupGloo:
     interfaces, here = os.environ.get(INTERFACE), psutil.net_if_addrs()
     if interfaces and (unknown := [name for name in interfaces.split(",") if name not in here]):
         raise ExperimentError(
@@ -73,6 +73,11 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.tim
         return ProcessGroupGloo(store, rank, size, gloo_options(devices=devices, timeout=timeout, workers=1))
 
 
+def is_gloo(group: dist.ProcessGroup | None) -> bool:
+    """True for a group of gloo, by default the group of all ranks."""
+    return dist.get_backend(group) in (BACKEND, "gloo")
+
+
 def is_consequence(error: BaseException) -> bool:
     """True if an error only reports that another rank is gone."""
     text = str(error).lower()
@@ -80,4 +85,4 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
-dist.Backend.register_backend(BACKEND, _make_backend, devices=["cpu"])
+dist.Backend.register_backend(BACKEND, make_backend, devices=["cpu"])

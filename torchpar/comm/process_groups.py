@@ -9,8 +9,11 @@ from compare.side.host_facts import agree, facts_here
 from compare.spec.experiment import Experiment
 from torchpar import PACKAGES
 from torchpar.comm.collectives import Axis
-from torchpar.comm.gloo import BACKEND
+from torchpar.comm import gloo
 from torchpar.launch import Rank, gpu_of
+
+BACKENDS = {"cpu": gloo.BACKEND, "gpu": "nccl"}
+"""By platform."""
 
 
 def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> torch.device:
@@ -24,7 +27,7 @@ def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> to
         torch.cuda.set_device(device)
     if rank.world_size > 1:
         dist.init_process_group(
-            "nccl" if is_gpu else BACKEND,
+            BACKENDS[platform],
             store=dist.FileStore(str(rank.rendezvous), rank.world_size) if rank.rendezvous else None,
             rank=rank.rank,
             world_size=rank.world_size,
@@ -42,11 +45,17 @@ def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> to
 def leave_group() -> None:
     """Wait for the other ranks, if there are any. The process must end by os._exit after this.
 
-    The group is not destroyed. If DDP's reducer outlives it, gloo's threads are joined under the GIL. One of
-    them may need the GIL to drop a dispatch mode of `measure`: a deadlock at exit (torch 2.13).
+    NCCL's groups are destroyed: a rank that exits takes memory with it that the last kernels of other ranks
+    may still read. gloo's group is not destroyed. If DDP's reducer outlives it, gloo's threads are joined
+    under the GIL. One of them may need the GIL to drop a dispatch mode of `measure`: a deadlock at exit
+    (torch 2.13).
     """
     if dist.is_initialized():
         dist.barrier()
+        if not gloo.is_gloo(dist.group.WORLD):
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            dist.destroy_process_group()
 
 
 def world_group() -> dist.ProcessGroup:

@@ -52,10 +52,10 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
         engine = _shard(part, experiment, mesh, fill, expert_axes)
     else:
         engine = _replicate(part, experiment, mesh, expert_axes)
-    if isinstance(part, GPTStages):
-        engine = run_stages(part, engine, mesh[PP], layout)
     for sharding in reversed(shardings):  # gathering undoes the last split first
         engine = engine.with_sharding(sharding)
+    if isinstance(part, GPTStages):  # gathered last: the stages of other ranks come on the CPU
+        engine = run_stages(part, engine, mesh[PP], layout)
     return engine
 
 
