@@ -22,7 +22,7 @@ quick_xla.use()
 
 CACHING = {"run", "resume", "check", "bench", "profile", "faults", "sweep"}
 """Commands that take --cache_dir."""
-SLOW_FIXTURES = {"shardpair", "grid", "ranks", "warm_sides"}
+SLOW_FIXTURES = {"shardpair", "grid", "ranks", "ranks_apart", "warm_sides"}
 """Fixtures that start engines: `make test-fast` skips the tests that use them."""
 
 # A busy machine may take long over any example: by default hypothesis calls that a failure.
@@ -139,5 +139,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Generator["Ranks"]:
     from tests.support.ranks import Ranks  # imports PyTorch, which is not everywhere where jaxpar is tested
 
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(scope="module")
+def ranks_apart(tmp_path_factory: pytest.TempPathFactory) -> Generator["Ranks"]:
+    """Eight processes for the tests of a file that are marked `@on_ranks_apart`."""
+    from tests.support.ranks import Ranks
+
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), count=8, joins=False)
     yield ranks
     ranks.end()

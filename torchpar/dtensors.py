@@ -18,15 +18,19 @@ from torchpar.engine import Engine
 from torchpar.qkv_order import FUSED, qkv_parts, unpermute_qkv
 from torchpar.sharding import Parameters, Sharding, TensorsByName
 
+ALONE = dist.Backend.FAKE
+"""PyTorch's group without communication, which copies inputs to outputs. `private` registers it."""
 Placements = tuple[Placement, ...]
 
 
 def make_device_mesh(mesh: Mesh, names: Sequence[str]) -> DeviceMesh:
     """A DeviceMesh of these axes, single or joined, in this order. All other axes have one rank."""
     axes = [mesh[name] for name in names]
-    # An axis of one rank has no group, but a DeviceMesh requires one.
-    alone = dist.new_group([mesh.world.rank], use_local_synchronization=True)
-    assert isinstance(alone, dist.ProcessGroup)
+    alone: dist.ProcessGroup | None = None
+    if any(axis.group is None for axis in axes):
+        # An axis of one rank has no group, but a DeviceMesh requires one. NCCL would take 512 MiB of the GPU.
+        alone = dist.new_group([mesh.world.rank], backend=ALONE, use_local_synchronization=True)
+        assert isinstance(alone, dist.ProcessGroup)
     ranks = np.arange(mesh.world.size).reshape([mesh[name].size for name in AXES])
     named = [single for name in names for single in parts_of(name)]
     order = [AXES.index(name) for name in (*named, *(name for name in AXES if name not in named))]

@@ -34,6 +34,7 @@ from compare.side.supervisor import Supervisor
 from compare.system.facts import MissingDevicesError, cpu_seconds
 from compare.system.signals import describe_exit, is_ignored
 from torchpar.comm.gloo import choose_interface, is_consequence
+from torchpar.private import flight_record
 
 POLL_S = 0.1
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -77,6 +78,7 @@ class Rank:
             is_consequence=is_consequence,
             has_parent=self.rendezvous is not None,
             heartbeat=self.heartbeat,
+            begun=collectives_begun,
         )
         supervisor.run(partial(work, self))
 
@@ -209,6 +211,16 @@ def run_as_rank(
         require_gpus(gpu_of(process.local) + 1)
     rank = Rank(rank=process.number, world_size=world_size, local_rank=process.local, timeout_s=timeout_s)
     rank.supervise(main, folder)
+
+
+def collectives_begun() -> dict[str, int]:
+    """By group of NCCL, the number of the last collective whose kernel has begun; {} without NCCL."""
+    last = dict[str, int]()
+    for call in flight_record().get("entries", ()):
+        if not call["is_p2p"] and call["profiling_name"].startswith("nccl:"):
+            group, number = call["process_group"][0], call["collective_seq_id"]
+            last[group] = max(last.get(group, 0), 0 if call["state"] == "scheduled" else number)
+    return last
 
 
 def require_gpus(needed: int) -> None:

@@ -5,10 +5,12 @@ The documentation of PyTorch describes the wrapper subclasses, `TorchDispatchMod
 """
 
 import datetime
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.testing._internal.distributed.fake_pg  # registers a backend
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo
@@ -53,6 +55,13 @@ def process_group_of(name: Any) -> ProcessGroup:
 def flatten_mesh(devices: DeviceMesh, names: Sequence[str], name: str) -> None:
     """Add one dimension `name` to a mesh, over several of its dimensions."""
     devices[tuple(names)]._flatten(name)
+
+
+def flight_record() -> dict[str, Any]:
+    """What PyTorch's flight recorder has of this process's collectives; {} if PyTorch has no recorder."""
+    of_nccl = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    dump = of_nccl or getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return json.loads(dump()) if dump else {}
 
 
 def gloo_options(*, devices: list[Any], timeout: datetime.timedelta, workers: int) -> Any:

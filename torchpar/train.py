@@ -168,7 +168,8 @@ def set_up(rank: Rank, request: Request) -> Run:
         torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
     device = process_groups.join_ranks(rank, request.platform, experiment if rank.local_rank == 0 else None)
-    mesh = make_mesh(experiment.layout, rank=rank.rank, device=device)
+    timeout = process_groups.patience(rank)
+    mesh = make_mesh(experiment.layout, rank=rank.rank, device=device, timeout=timeout)
     first = weights_to_load(request)
 
     model, fill = empty_model(experiment, mesh.device), fill_with(first, experiment, mesh)

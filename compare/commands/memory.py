@@ -149,6 +149,11 @@ def memory_tables(records: Mapping[str, Record]) -> list[Table]:
         most = peak_per_device(manifest.engine, manifest.experiment)[profiles[name].fullest]
         totals.append(Text(human_bytes(peak.total), f"estimated: {human_bytes(most)}"))
     rows.append(Row(Text("all"), totals, is_total=True))
+    outside = [profile.devices[profile.fullest].outside_allocator for profile in profiles.values()]
+    if any(outside):
+        cells = [Text(human_bytes(size) if size else NONE) for size in outside]
+        what = "CUDA's context, NCCL's communicators, and other processes on the GPU"
+        rows.append(Row(Text("outside of the allocator", what), cells))
     rows.append(Row(Text("where"), [Text(peak.phase or NONE, place_of(peak)) for peak in peaks.values()]))
     at_peak = Table(
         name="Memory at the peak of a step",

@@ -70,6 +70,9 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
     """Curve over the step; unset for XLA."""
     allocator_peak: int = 0
     """Peak of a GPU's allocator, with its rounding and kernel scratch memory; 0 on a CPU."""
+    outside_allocator: int = 0
+    """Bytes in use on the GPU that the allocator does not have: CUDA's context, NCCL's communicators, other
+    processes. 0 on a CPU."""
 
 
 class MemoryProfile(Struct, frozen=True, kw_only=True):
@@ -90,12 +93,12 @@ def device_memory(
     lifetimes: Iterable[tuple[Class, int, int, int]],
     phases: Sequence[Phase],
     operations: Sequence[tuple[object, str]],
-    *,
-    allocator_peak: int = 0,
+    **of_allocator: int,
 ) -> DeviceMemory:
     """Memory of a device over a step. Each position has a phase, and an operation with its module.
 
-    A lifetime is a class, a number of bytes, and the positions of the first and the last use.
+    A lifetime is a class, a number of bytes, and the positions of the first and the last use. The other
+    arguments are fields of DeviceMemory.
     """
     length = max(len(operations), 1)
     changes = {kind: np.zeros(length + 1, np.int64) for kind in CLASSES}
@@ -123,4 +126,4 @@ def device_memory(
         marks=[(n, phase) for n, phase in enumerate(phases) if not n or phase != phases[n - 1]],
         length=length,
     )
-    return DeviceMemory(peak=peak, curve=curve, allocator_peak=allocator_peak)
+    return DeviceMemory(peak=peak, curve=curve, **of_allocator)

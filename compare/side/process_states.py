@@ -86,6 +86,9 @@ class State(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many times its supervisor found it computing outside of a step."""
     waits: bool = False
     """True if nothing changed for the time-out."""
+    begun: dict[str, int] = {}
+    """By group, the number of the last collective that began on the device of a process that waits. On a GPU
+    the phase is the host's, which runs ahead of the device."""
     failure: Failure | None = None
     """Why the process ended."""
 
@@ -195,6 +198,8 @@ def describe_hang(
         by_host[states[number].host if number in states and len(hosts) > 1 else ""].append(number)
     if not stuck:
         where = states[behind[0]].where
+        if late := behind_on_devices(states):
+            return _late_on_devices(late, states, timeout_s=timeout_s, noun=noun)
         if not waiting and len(behind) > 1:
             link = f", on {', '.join(by_host)}: is the link between them cut?" if any(by_host) else ""
             return Failure(message=f"no {noun} made progress for {timeout_s:g} s: all wait in {where}{link}")
@@ -205,6 +210,35 @@ def describe_hang(
         places = ", ".join(dict.fromkeys(states[number].where for number in waiting))
         message += f", while {numbered(noun, waiting)} waited in {places}"
     return Failure(message=message, rank=behind[0])
+
+
+def behind_on_devices(states: Mapping[int, State]) -> dict[int, str]:
+    """The processes whose device has not begun a collective that others wait in, and a group of each.
+
+    A process that itself waits for another one, in some group, is not to blame.
+    """
+    late, waits = dict[int, str](), set[int]()
+    for group in dict.fromkeys(group for state in states.values() for group in state.begun):
+        last = {n: state.begun[group] for n, state in states.items() if group in state.begun}
+        most = max(last.values())
+        late |= {number: group for number, call in last.items() if call < most}
+        if min(last.values()) < most:
+            waits |= {number for number, call in last.items() if call == most}
+    return {number: group for number, group in late.items() if number not in waits}
+
+
+def _late_on_devices(
+    late: Mapping[int, str], states: Mapping[int, State], *, timeout_s: float, noun: str
+) -> Failure:
+    """The Failure of a hang that `behind_on_devices` explains."""
+    first, group = next(iter(late.items()))
+    call = states[first].begun[group] + 1
+    waiting = [n for n, state in states.items() if state.begun.get(group, 0) >= call]
+    return Failure(
+        message=f"{numbered(noun, sorted(late))}: the device did not begin collective {call} of group {group}, "
+        f"in which {numbered(noun, waiting)} waited: no progress for {timeout_s:g} s in {states[first].where}",
+        rank=first,
+    )
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:

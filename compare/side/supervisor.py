@@ -70,6 +70,8 @@ class Supervisor:
     has_parent: bool = False
     """True if a parent waits for the exit codes, prints the cause and ends all processes."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    begun: Callable[[], dict[str, int]] = dict
+    """The collectives that the device has begun, for `State.begun`."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Do `work` in the main thread. An error, a signal or a hang ends the process with the cause."""
@@ -159,7 +161,7 @@ class Supervisor:
     def find_hang(self, looks: int = 0) -> Failure | None:
         """The Failure of a hang, as every supervisor finds it; None while another process computes."""
         before = read_states(self.folder)
-        self._write_state(looks=looks, waits=True)
+        self._write_state(looks=looks, waits=True, begun=self.begun())
         states, silent = {self.number: self._state()}, []
         for _ in range(LOOKS if self.count > 1 else 0):
             time.sleep(SETTLED_S / LOOKS)

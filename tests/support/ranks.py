@@ -1,6 +1,7 @@
-"""Tests on four gloo ranks: `@on_ranks` above a test makes it one.
+"""Tests on several ranks. `@on_ranks` above a test runs it on four ranks of gloo.
 
-The ranks of a file start once, run one test after the other, and are replaced if one of them fails.
+`@on_ranks_apart` runs it on eight processes without a group, in a folder of their own; see `rank_of`. The ranks
+of a file start once, run one test after the other, and are replaced if one of them fails.
 """
 
 import functools
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,27 +66,39 @@ def counted() -> Generator[Counter[Call]]:
         observers.remove(observer)
 
 
-def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
+def rank_of(number: int, count: int, rendezvous: Path) -> Rank:
+    """One of several ranks that meet in a file."""
+    here = {"local_rank": number, "rendezvous": rendezvous, "timeout_s": PATIENCE_S}
+    return Rank(rank=number, world_size=count, **here)
+
+
+def on_ranks(body: Callable[..., None], fixture: str = "ranks") -> Callable[..., None]:
     """Make `body(rank)` a test that all four ranks run; it passes if it passes on each.
 
     Further parameters of `body` are those of pytest.mark.parametrize, not fixtures: they must be picklable.
     """
 
     @functools.wraps(body)
-    def test(ranks: Ranks, **parameters: object) -> None:
-        ranks.run(test, **parameters)
+    def test(**parameters: Any) -> None:
+        parameters.pop(fixture).run(test, **parameters)
 
     _, *others = inspect.signature(body).parameters.values()
-    fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    test.__signature__ = inspect.Signature([fixture, *others])  # what pytest sees
+    first = inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    test.__signature__ = inspect.Signature([first, *others])  # what pytest sees
     return test
+
+
+on_ranks_apart = functools.partial(on_ranks, fixture="ranks_apart")
 
 
 @dataclass
 class Ranks:
-    """Four processes in one group, which meet in a folder with the first test and live until one fails."""
+    """Processes that meet in a folder with the first test and live until one fails."""
 
     folder: Path
+    count: int = RANKS
+    joins: bool = True
+    """Whether they are ranks of one group of gloo."""
     members: list[tuple[subprocess.Popen, Connection]] = field(default_factory=list)
     starts: int = 0
 
@@ -116,10 +130,10 @@ class Ranks:
     def _start(self) -> None:
         self.starts += 1
         rendezvous = self.folder / f"rendezvous.{self.starts}"
-        for rank in range(RANKS):
+        for rank in range(self.count):
             ours, theirs = Pipe()
             how = {"stdin": theirs.fileno(), "stdout": None, "stderr": None}
-            self.members.append((warm.start_forked(_serve, rank, rendezvous, **how), ours))
+            self.members.append((warm.start_forked(_serve, rank, rendezvous, self.joins, **how), ours))
             theirs.close()
 
     def _collect(self) -> list[tuple[bool, int, str]]:
@@ -148,14 +162,16 @@ class Ranks:
         return failures
 
 
-def _serve(rank: int, rendezvous: Path) -> None:
-    """A rank's life: join, run what is sent, and answer with the error, if any, until the parent hangs up."""
+def _serve(rank: int, rendezvous: Path, joins: bool) -> None:
+    """A rank's life: join, if asked to, run what is sent, and answer with the error, if any, until the parent hangs up."""
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     choose_interface("127.0.0.1")
     try:
-        here = {"local_rank": rank, "rendezvous": rendezvous, "timeout_s": PATIENCE_S}
-        process_groups.join_ranks(Rank(rank=rank, world_size=RANKS, **here), "cpu")
+        if joins:
+            process_groups.join_ranks(rank_of(rank, RANKS, rendezvous), "cpu")
+        else:
+            os.chdir(rendezvous.parent)
         while True:
             module, name, parameters = pipe.recv()
             getattr(importlib.import_module(module), name).__wrapped__(rank, **parameters)

@@ -102,20 +102,19 @@ class Axis:
             name = group.group_desc.removeprefix(MESH)
         return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
-    # In place. Each may be started first, and then its tensors must not be touched until `wait()` returns.
+    # In place. Each may be started first, and then its tensors must not be touched until `wait()` returns. With
+    # async_op False, NCCL's kernel runs on the stream that computes, which needs no events and keeps no tensors.
 
     def all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
         """Replace `tensor`, any shape, by its sum over the ranks."""
-        self.start_all_reduce(tensor, purpose=purpose).wait()
+        self.start_all_reduce(tensor, purpose=purpose, async_op=False).wait()
 
-    def start_all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> Work:
+    def start_all_reduce(self, tensor: torch.Tensor, *, purpose: str = "", async_op: bool = True) -> Work:
         """Start `all_reduce`."""
         if self.size == 1:
             return DONE
         with self._observed("all_reduce", tensor, purpose):
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        assert work is not None
-        return work
+            return dist.all_reduce(tensor, group=self.group, async_op=async_op) or DONE
 
     def broadcast(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
         """Replace `tensor`, any shape, by the tensor of the first rank."""
@@ -128,28 +127,35 @@ class Axis:
 
         This rank's `shard` may be its slice of `full` itself, which saves a copy.
         """
-        self.start_all_gather(full, shard, purpose=purpose).wait()
+        self.start_all_gather(full, shard, purpose=purpose, async_op=False).wait()
 
-    def start_all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, purpose: str = "") -> Work:
+    def start_all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, *, purpose: str = "", async_op: bool = True
+    ) -> Work:
         """Start `all_gather`."""
         with self._observed("all_gather", full, purpose, shard):
             if self.size == 1 or len(full) == 0:
                 full.copy_(shard)
                 return DONE
-            return (_gather_by_sends if self._sends(full) else _gather_by_nccl)(self, full, shard)
+            if self._sends(full):
+                return _gather_by_sends(self, full, shard)
+            return _gather_by_nccl(self, full, shard, async_op=async_op)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> None:
         """Fill `shard` with this rank's slice of the sum of every rank's `full` (n,); see `all_gather`."""
-        self.start_reduce_scatter(shard, full, purpose=purpose).wait()
+        self.start_reduce_scatter(shard, full, purpose=purpose, async_op=False).wait()
 
-    def start_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, purpose: str = "") -> Work:
+    def start_reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, *, purpose: str = "", async_op: bool = True
+    ) -> Work:
         """Start `reduce_scatter`. `shard` may be this rank's slice of `full`. `wait()` may compute."""
         with self._observed("reduce_scatter", full, purpose, shard):
             if self.size == 1 or len(full) == 0:
                 shard.copy_(full)
                 return DONE
-            scatter = _reduce_scatter_by_sends if self._sends(full) else _reduce_scatter_by_nccl
-            return scatter(self, shard, full)
+            if self._sends(full):
+                return _reduce_scatter_by_sends(self, shard, full)
+            return _reduce_scatter_by_nccl(self, shard, full, async_op=async_op)
 
     def all_to_all(
         self,
@@ -287,21 +293,21 @@ def _exchange(axis: Axis, slots: list[torch.Tensor], chunks: list[torch.Tensor])
 # NCCL requires equal slices: uneven ones are padded in a copy.
 
 
-def _gather_by_nccl(axis: Axis, full: torch.Tensor, shard: torch.Tensor) -> Work:
+def _gather_by_nccl(axis: Axis, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool) -> Work:
     if len(full) % axis.size == 0:
-        return gather_equal(full, shard, group=axis.group, async_op=True)
+        return gather_equal(full, shard, group=axis.group, async_op=async_op) or DONE
     count = -(-len(full) // axis.size)
     padded = full.new_empty(axis.size * count)
-    work = gather_equal(padded, _pad(shard, count), group=axis.group, async_op=True)
+    work = gather_equal(padded, _pad(shard, count), group=axis.group, async_op=async_op)
     return Works([work], lambda: full.copy_(padded[: len(full)]))
 
 
-def _reduce_scatter_by_nccl(axis: Axis, shard: torch.Tensor, full: torch.Tensor) -> Work:
+def _reduce_scatter_by_nccl(axis: Axis, shard: torch.Tensor, full: torch.Tensor, *, async_op: bool) -> Work:
     if len(full) % axis.size == 0:
-        return reduce_scatter_equal(shard, full, group=axis.group, async_op=True)
+        return reduce_scatter_equal(shard, full, group=axis.group, async_op=async_op) or DONE
     count = -(-len(full) // axis.size)
     mine = full.new_empty(count)
-    work = reduce_scatter_equal(mine, _pad(full, axis.size * count), group=axis.group, async_op=True)
+    work = reduce_scatter_equal(mine, _pad(full, axis.size * count), group=axis.group, async_op=async_op)
     return Works([work], lambda: shard.copy_(mine[: len(shard)]))
 
 

@@ -26,6 +26,17 @@ from torchpar.private import gloo_options
 
 BACKEND = "gloo_serial"
 INTERFACE = "GLOO_SOCKET_IFNAME"
+LOST = (
+    "connection closed by",
+    "connection reset by peer",
+    "connection was likely closed",
+    "remote process exited",
+    "gloo/transport",
+    "broken pipe",
+)
+"""Words of errors about a lost rank."""
+WAITED = ("aborted", "timed out", "timeout")
+"""Words of PyTorch's own errors about a rank that does not come."""
 
 
 def choose_interface(host: str, port: int = 1) -> None:
@@ -79,10 +90,12 @@ def is_gloo(group: dist.ProcessGroup | None) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True if an error only reports that another rank is gone."""
-    text = str(error).lower()
-    signs = ("connection closed by peer", "connection reset by peer", "gloo/transport", "broken pipe")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+    """True if an error only reports that another rank is gone.
+
+    NCCL reports with the same class that a GPU is out of memory, or that two ranks share a GPU.
+    """
+    signs = LOST + (WAITED if isinstance(error, dist.DistError) else ())
+    return any(sign in str(error).lower() for sign in signs)
 
 
 dist.Backend.register_backend(BACKEND, make_backend, devices=["cpu"])

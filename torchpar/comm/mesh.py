@@ -1,18 +1,18 @@
 """The mesh: this rank's axes and device, made from the layout."""
 
+import datetime
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from compare.spec.axes import DATA, EP, REPLICAS, ROWS, SHARDS, joined, joined_of
 from compare.spec.experiment import Layout
 from compare.system.facts import cpu_model
 from torchpar.comm.collectives import Axis
-from torchpar.comm.process_groups import world_group
+from torchpar.comm.process_groups import make_group
 
 EXPERTS_DATA = tuple(name for name in DATA if name != EP)
 """The axes along which the gradients of an expert are summed."""
@@ -36,8 +36,13 @@ class Mesh:
         return self[joined_of(names, {name: self[name].size for name in names}) or names[-1]]
 
 
-def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
-    """The mesh of one rank. With more than one device the rank has joined the group of all ranks."""
+def make_mesh(
+    layout: Layout, *, rank: int, device: torch.device, timeout: datetime.timedelta | None = None
+) -> Mesh:
+    """The mesh of one rank. With more than one device the rank has joined the group of all ranks.
+
+    `timeout` is of the groups; by default PyTorch's.
+    """
     sizes = layout.axes
     grid = np.arange(layout.devices).reshape(tuple(sizes.values()))
 
@@ -45,9 +50,8 @@ def make_mesh(layout: Layout, *, rank: int, device: torch.device) -> Mesh:
         """One axis, or several as one. All ranks make the same groups in the same order."""
         dims, size = [list(sizes).index(name) for name in names], math.prod(sizes[name] for name in names)
         lines = np.moveaxis(grid, dims, range(-len(dims), 0)).reshape(-1, size).tolist()
-        line, group = next(line for line in lines if rank in line), None
-        if size > 1:
-            group = dist.new_subgroups_by_enumeration(lines)[0] if len(lines) > 1 else world_group()
+        line = next(line for line in lines if rank in line)
+        group = make_group(lines, timeout) if size > 1 else None
         return Axis(joined(*names), size=size, rank=line.index(rank), group=group)
 
     # Axes that communicate as one: of rows, of data, of ZeRO's sums, of its shards, and of experts.

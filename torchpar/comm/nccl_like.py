@@ -206,11 +206,10 @@ class NcclLike(dist.ProcessGroup):
     def abort(self) -> None:
         """Nothing: the process ends."""
 
-    def _start(self, name: str, inputs: Tensors, outputs: Tensors, run: Callable, *numbers: int) -> Call:
-        """Start a collective; its name, and the sizes of its inputs or these numbers, are the same on all
-        ranks."""
-        sizes = numbers or [tensor.numel() for tensor in inputs]
-        header = f"{name} of {', '.join(map(str, sizes))}".encode()[:64].ljust(64).decode()
+    def _start(self, name: str, inputs: Tensors, outputs: Tensors, run: Callable, *, is_even: bool = True) -> Call:
+        """Start a collective. If it `is_even`, all ranks give as many elements."""
+        sizes = [tensor.numel() for tensor in inputs] if is_even else ["rows"]
+        header = f"{name} of {', '.join(map(str, sizes))}"[:64].ljust(64)
 
         def checked(*copies: torch.Tensor) -> Sequence[torch.Tensor]:
             mine = torch.tensor(list(header.encode()), dtype=torch.uint8)
@@ -284,7 +283,7 @@ class NcclLike(dist.ProcessGroup):
             self._gloo.alltoall_base(arrived, x, received, sent, dist.AllToAllOptions()).wait()
             return [arrived]
 
-        return self._start("all_to_all", [x], [output], run, *(() if received else (x.numel(),)))
+        return self._start("all_to_all", [x], [output], run, is_even=not received)
 
     def barrier(self, opts: Any = None) -> Call:
         return self._start("barrier", [], [], lambda: [self._sum(torch.zeros(1))][:0])

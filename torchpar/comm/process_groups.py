@@ -1,6 +1,8 @@
-"""The group of all ranks: joining and leaving."""
+"""The group of all ranks, joining and leaving, and groups of some ranks."""
 
 import datetime
+import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,15 @@ from torchpar.launch import Rank, gpu_of
 
 BACKENDS = {"cpu": gloo.BACKEND, "gpu": "nccl"}
 """By platform."""
+NCCL_SETTINGS = {
+    # Kernels of several groups run at a time: every rank then launches them in the order of its calls.
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    # How many calls PyTorch's flight recorder keeps: after a hang they tell which rank is behind.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    # It also keeps whether a call has begun.
+    "TORCH_NCCL_ENABLE_TIMING": "1",
+}
+"""Variables of NCCL (2.26 or newer) and PyTorch, unless the user has set them."""
 
 
 def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> torch.device:
@@ -25,14 +36,14 @@ def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> to
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(device)
+        os.environ.update({name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()})
     if rank.world_size > 1:
         dist.init_process_group(
             BACKENDS[platform],
             store=dist.FileStore(str(rank.rendezvous), rank.world_size) if rank.rendezvous else None,
             rank=rank.rank,
             world_size=rank.world_size,
-            # The supervisor gives up first, and names the rank that is behind.
-            timeout=datetime.timedelta(seconds=rank.timeout_s + 30.0),
+            timeout=patience(rank),
             device_id=device if is_gpu else None,
         )
     rank.at(0, "setting up")
@@ -40,6 +51,24 @@ def join_ranks(rank: Rank, platform: str, reads: Experiment | None = None) -> to
         world = Axis.from_group(world_group())
         agree(world.all_gather_objects(facts_here("torchpar", PACKAGES, reads)))
     return device
+
+
+def patience(rank: Rank) -> datetime.timedelta:
+    """The time-out of a group. The supervisor gives up before, and names the rank that is behind."""
+    return datetime.timedelta(seconds=rank.timeout_s + 30.0)
+
+
+def make_group(lines: Sequence[list[int]], timeout: datetime.timedelta | None = None) -> dist.ProcessGroup:
+    """This rank's group. The lines divide all ranks, which call this together, into groups of one size."""
+    if len(lines) == 1:
+        return world_group()
+    if dist.get_backend() == BACKENDS["gpu"]:
+        # One split of NCCL's communicator. As new groups, every line would be a split in which all ranks wait.
+        group = dist.split_group(split_ranks=list(lines), timeout=timeout)
+    else:
+        group = dist.new_subgroups_by_enumeration(list(lines), timeout=timeout)[0]
+    assert group is not None
+    return group
 
 
 def leave_group() -> None:

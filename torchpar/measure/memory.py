@@ -95,6 +95,7 @@ class MemorySink(Sink):
         self._phases: list[Phase] = []
         self._heads, self._losses = modules_named(HEAD, module), modules_named(LOSS, module)
         self._in_loss, self._logits_bytes = False, 0
+        self._of_allocator = dict[str, int]()
         for kind, tensors in present.items():
             self.tag(kind, tensors)
 
@@ -114,6 +115,12 @@ class MemorySink(Sink):
 
         with patch.object(torch.UntypedStorage, "resize_", resize_):  # no operator reports it
             yield
+        if self._device == "cuda":  # later steps, evaluations and gathers for the record have other peaks
+            free, total = torch.cuda.mem_get_info()
+            self._of_allocator = {
+                "allocator_peak": torch.cuda.max_memory_allocated(),
+                "outside_allocator": total - free - torch.cuda.memory_reserved(),
+            }
         for life in self._alive.values():
             life.end(self._position, of_step=True)
 
@@ -158,10 +165,9 @@ class MemorySink(Sink):
                 output.register_hook(self._leave_loss)
 
     def result(self) -> DeviceMemory:
-        """The memory of the step by class, after its end; on a GPU also the peak of the allocator."""
+        """The memory of the step by class, after its end; on a GPU also what the allocator reported then."""
         lifetimes = (span for life in self._lives for span in life.lifetimes())
-        allocated = torch.cuda.max_memory_allocated() if self._device == "cuda" else 0
-        return device_memory(lifetimes, self._phases, self._operators, allocator_peak=allocated)
+        return device_memory(lifetimes, self._phases, self._operators, **self._of_allocator)
 
     @property
     def _position(self) -> int:
