@@ -31,11 +31,12 @@ def make_device_mesh(mesh: Mesh, names: Sequence[str]) -> DeviceMesh:
         # An axis of one rank has no group, but a DeviceMesh requires one. NCCL would take 512 MiB of the GPU.
         alone = dist.new_group([mesh.world.rank], backend=ALONE, use_local_synchronization=True)
         assert isinstance(alone, dist.ProcessGroup)
+    groups: list[Any] = [axis.group or alone for axis in axes]
     ranks = np.arange(mesh.world.size).reshape([mesh[name].size for name in AXES])
     named = [single for name in names for single in parts_of(name)]
     order = [AXES.index(name) for name in (*named, *(name for name in AXES if name not in named))]
     return DeviceMesh.from_group(
-        [axis.group or alone for axis in axes],
+        groups,
         mesh.device.type,
         mesh=ranks.transpose(order).reshape([axis.size for axis in axes]),
         mesh_dim_names=tuple(names),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.testing._internal.distributed.fake_pg  # registers a backend
+from torch._C import _distributed_c10d
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo
@@ -59,8 +60,8 @@ def flatten_mesh(devices: DeviceMesh, names: Sequence[str], name: str) -> None:
 
 def flight_record() -> dict[str, Any]:
     """What PyTorch's flight recorder has of this process's collectives; {} if PyTorch has no recorder."""
-    of_nccl = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    dump = of_nccl or getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    of_nccl = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    dump = of_nccl or getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     return json.loads(dump()) if dump else {}
 
 

@@ -234,9 +234,10 @@ def _late_on_devices(
     first, group = next(iter(late.items()))
     call = states[first].begun[group] + 1
     waiting = [n for n, state in states.items() if state.begun.get(group, 0) >= call]
+    who, others = numbered(noun, sorted(late)), numbered(noun, waiting)
     return Failure(
-        message=f"{numbered(noun, sorted(late))}: the device did not begin collective {call} of group {group}, "
-        f"in which {numbered(noun, waiting)} waited: no progress for {timeout_s:g} s in {states[first].where}",
+        message=f"{who} did not begin collective {call} of group {group} on the device, in which {others} "
+        f"waited: no progress for {timeout_s:g} s in {states[first].where}",
         rank=first,
     )
 

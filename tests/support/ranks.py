@@ -1,7 +1,7 @@
 """Tests on several ranks. `@on_ranks` above a test runs it on four ranks of gloo.
 
-`@on_ranks_apart` runs it on eight processes without a group, in a folder of their own; see `rank_of`. The ranks
-of a file start once, run one test after the other, and are replaced if one of them fails.
+`@on_ranks_apart` runs it on eight processes without a group, in a folder of their own; see `rank_of`. The
+ranks of a file start once, run one test after the other, and are replaced if one of them fails.
 """
 
 import functools
@@ -163,7 +163,7 @@ class Ranks:
 
 
 def _serve(rank: int, rendezvous: Path, joins: bool) -> None:
-    """A rank's life: join, if asked to, run what is sent, and answer with the error, if any, until the parent hangs up."""
+    """A rank's life: run what is sent, and answer with the error, if any, until the parent hangs up."""
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
     choose_interface("127.0.0.1")

@@ -102,8 +102,8 @@ class Axis:
             name = group.group_desc.removeprefix(MESH)
         return cls(name, size=dist.get_world_size(group), rank=dist.get_rank(group), group=group)
 
-    # In place. Each may be started first, and then its tensors must not be touched until `wait()` returns. With
-    # async_op False, NCCL's kernel runs on the stream that computes, which needs no events and keeps no tensors.
+    # In place. Each may be started first, and then its tensors must not be touched until `wait()` returns.
+    # With async_op False, NCCL's kernel runs on the stream that computes: no event, and no tensor is kept.
 
     def all_reduce(self, tensor: torch.Tensor, *, purpose: str = "") -> None:
         """Replace `tensor`, any shape, by its sum over the ranks."""

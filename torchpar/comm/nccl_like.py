@@ -1,7 +1,7 @@
 """nccl_like: a process group on CPU tensors that is as strict as NCCL. It finds mistakes that gloo forgives.
 
     a wait          outputs hold NaN until `wait()`; until then no tensor of a call may change or be freed
-    one order       a group runs its calls one at a time, in the order of the program; all ranks have one order
+    one order       a group runs its calls one at a time, in the program's order; all ranks have one order
     a send          ends with its receive; sends and receives that belong together must be batched
     equal shards    all ranks give as many elements
     the host        a group rejects tensors that `Tensor.cpu()` made, or that came inside of an object
@@ -39,6 +39,8 @@ BACKEND = "nccl_like"
 LATE_S = 0.001
 """A future, on which DDP waits, is complete so much later than its data arrives."""
 Tensors = Sequence[torch.Tensor]
+PythonGroup: Any = dist.ProcessGroup
+"""Its methods take what `torch.distributed` and C++ give: other types than PyTorch declares."""
 
 
 class OnHost:
@@ -163,7 +165,7 @@ class Call(dist.Work):
                 future.set_exception(error)
 
 
-class NcclLike(dist.ProcessGroup):
+class NcclLike(PythonGroup):
     """One communicator. The methods are called by `torch.distributed`, under the names of 2.11 and 2.13."""
 
     count = 0
@@ -174,9 +176,9 @@ class NcclLike(dist.ProcessGroup):
         self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self.batch: list[tuple[Tensors, Tensors, Callable]] | None = None
         self._store, self._rank, self._size = store, rank, size
-        self._gloo = make_backend(store, rank, size, timeout)
+        self._gloo: Any = make_backend(store, rank, size, timeout)
         store.set(f"process/{rank}", str(os.getpid()))
-        self._peers = {r: int(store.get(f"process/{r}")) for r in range(size) if r != rank}
+        self.peers = {r: int(store.get(f"process/{r}")) for r in range(size) if r != rank}
         if not NcclLike.count:
             on_host.enter()
         NcclLike.count += 1
@@ -189,7 +191,7 @@ class NcclLike(dist.ProcessGroup):
 
     def check_peers(self, name: str) -> None:
         """Raises DistBackendError: a rank exited, and did not destroy the group before."""
-        for rank, process in self._peers.items():
+        for rank, process in self.peers.items():
             if has_ended(process) and not self._store.check([f"left/{rank}"]):
                 raise dist.DistBackendError(
                     f"{name}: remote process exited: rank {rank} did not call destroy_process_group"
@@ -206,7 +208,9 @@ class NcclLike(dist.ProcessGroup):
     def abort(self) -> None:
         """Nothing: the process ends."""
 
-    def _start(self, name: str, inputs: Tensors, outputs: Tensors, run: Callable, *, is_even: bool = True) -> Call:
+    def _start(
+        self, name: str, inputs: Tensors, outputs: Tensors, run: Callable, *, is_even: bool = True
+    ) -> Call:
         """Start a collective. If it `is_even`, all ranks give as many elements."""
         sizes = [tensor.numel() for tensor in inputs] if is_even else ["rows"]
         header = f"{name} of {', '.join(map(str, sizes))}"[:64].ljust(64)
@@ -228,7 +232,8 @@ class NcclLike(dist.ProcessGroup):
         return rows
 
     def _sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        options, is_mean = dist.AllreduceOptions(), op == dist.ReduceOp.AVG
+        is_mean = op == dist.ReduceOp.AVG
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if is_mean else op
         self._gloo.allreduce([tensor], options).wait()
         return tensor.div_(self._size) if is_mean else tensor
@@ -348,19 +353,19 @@ class NcclLike(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return BACKEND
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+    def setGroupDesc(self, text: str) -> None:
         self._description = text
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._description
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from compare.side.host_facts import agree, facts_here
 from compare.spec.experiment import Experiment
 from torchpar import PACKAGES
-from torchpar.comm.collectives import Axis
 from torchpar.comm import gloo
+from torchpar.comm.collectives import Axis
 from torchpar.launch import Rank, gpu_of
 
 BACKENDS = {"cpu": gloo.BACKEND, "gpu": "nccl"}
@@ -63,7 +63,7 @@ def make_group(lines: Sequence[list[int]], timeout: datetime.timedelta | None = 
     if len(lines) == 1:
         return world_group()
     if dist.get_backend() == BACKENDS["gpu"]:
-        # One split of NCCL's communicator. As new groups, every line would be a split in which all ranks wait.
+        # One split of NCCL's communicator. Of new groups each would be a split in which all ranks take part.
         group = dist.split_group(split_ranks=list(lines), timeout=timeout)
     else:
         group = dist.new_subgroups_by_enumeration(list(lines), timeout=timeout)[0]
