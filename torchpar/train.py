@@ -66,8 +66,8 @@ def train_steps(run: Run, recording: Recording) -> None:
     """Run and record one step, or a timed window of steps. The host waits for the device once, at the end."""
     state, request, clock = run.state, run.request, Stopwatch(partial(now, run.mesh.device))
     first, steps = state.step, request.together(state.step)
-    # The clock stops while gradients are recorded. In a timed window none are, and the host must not wait.
-    pause = nullcontext if request.is_in_window(first) else clock.paused
+    # The clock stops while gradients are recorded. In other steps the host must not wait for the device.
+    pause = clock.paused if recording.records_gradients(first) else nullcontext
 
     def on_gradients() -> None:
         with pause():
@@ -167,6 +167,11 @@ def set_up(rank: Rank, request: Request) -> Run:
     if rank.world_size > 1 or request.engine not in PEERS:  # a peer has PyTorch's own number of threads
         torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
+    if request.engine not in PEERS:  # products in 16 bits add up in float32, as XLA's do
+        products = torch.backends.cuda.matmul
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = (
+            False
+        )
     device = process_groups.join_ranks(rank, request.platform, experiment if rank.local_rank == 0 else None)
     timeout = process_groups.patience(rank)
     mesh = make_mesh(experiment.layout, rank=rank.rank, device=device, timeout=timeout)

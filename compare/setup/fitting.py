@@ -1,6 +1,7 @@
 """Engines that can run an experiment, and machines that have room for it."""
 
 import math
+import os
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -69,8 +70,20 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
         )
     require_devices(experiment, platform, hosts)
     ENGINES[engine].require_experiment(experiment)
+    if platform == "gpu":
+        require_free_queues(engine, experiment.layout, os.environ)
     if not hosts.elsewhere:
         require_memory(engine, experiment, platform=platform)
+
+
+def require_free_queues(engine: str, layout: Layout, environment: Mapping[str, str]) -> None:
+    """Reject variables of CUDA with which a pipeline of PyTorch hangs. Raises ExperimentError."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        if layout.pp > 1 and not ENGINES[engine].is_jax and environment.get(name) == "1":
+            raise ExperimentError(
+                f"{engine}: {name} = 1 with layout.pp = {layout.pp}: a pipeline waits for a message before "
+                f"it sends the one that causes it, and would hang: unset {name}"
+            )
 
 
 def require_disk(requests: Collection[Request], folder: Path) -> None:

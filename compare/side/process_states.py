@@ -221,7 +221,7 @@ def behind_on_devices(states: Mapping[int, State]) -> dict[int, str]:
     for group in dict.fromkeys(group for state in states.values() for group in state.begun):
         last = {n: state.begun[group] for n, state in states.items() if group in state.begun}
         most = max(last.values())
-        late |= {number: group for number, call in last.items() if call < most}
+        late = {number: group for number, call in last.items() if call < most} | late
         if min(last.values()) < most:
             waits |= {number for number, call in last.items() if call == most}
     return {number: group for number, group in late.items() if number not in waits}

@@ -205,6 +205,11 @@ class Recording:
                     stack.enter_context(observer.watch())
             yield
 
+    def records_gradients(self, step: int) -> bool:
+        """Whether `gradients` writes, or an observer looks at, the gradients of a step."""
+        is_watched = any(observer.watched == step for observer in self._observers)
+        return is_watched or bool(self._request.update_due(step))
+
     def gradients(self, step: int) -> None:
         """In the middle of a step: write the mean gradients, if they are due. They are not clipped yet."""
         due = self._request.update_due(step)[:1]

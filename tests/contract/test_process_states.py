@@ -78,6 +78,21 @@ def test_hang_on_one_host_names_no_host():
     )
 
 
+def test_hang_of_a_device_is_found_by_its_collectives():
+    """The hosts of all ranks run ahead, to the same phase. Rank 0 waits for 1, and 2 and 3 wait for both."""
+    begun = ({"tp 0": 8, "dp 0": 4}, {"tp 0": 7, "dp 1": 4}, {"tp 1": 8, "dp 0": 5}, {"tp 1": 8, "dp 1": 5})
+    states = {
+        number: State(number=number, host="box", where="step 5, optimizer", beats=9, begun=calls)
+        for number, calls in enumerate(begun)
+    }
+    failure = describe_hang(states, [], timeout_s=20, noun="rank")
+    assert failure == Failure(
+        message="rank 1 did not begin collective 8 of group tp 0 on the device, in which rank 0 waited: "
+        "no progress for 20 s in step 5, optimizer",
+        rank=1,
+    )
+
+
 def test_signal_has_its_likely_cause():
     assert describe_exit(-signal.SIGBUS, when="at step 3") == (
         "killed by SIGBUS at step 3 (perhaps a data file became shorter, or a full disk)"

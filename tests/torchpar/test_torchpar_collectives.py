@@ -1,7 +1,9 @@
 """Collectives of `torchpar.comm`, compared with their definitions, on four gloo ranks."""
 
 import itertools
+from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.ranks import RANKS, axis, on_ranks
+from tests.support.ranks import RANKS, axis, normal, on_ranks
+from torchpar.comm import collectives
 from torchpar.comm.collectives import Axis, chunk_slices
 
 double = torch.float64
@@ -40,6 +43,45 @@ def test_nccl_calls_equal_sends(rank: int) -> None:
 def test_strided_tensor_is_rejected(rank: int) -> None:
     with pytest.raises(ValueError, match="non-contiguous"):
         axis().all_reduce(torch.zeros(3, 2).t())
+
+
+@on_ranks
+def test_chunks_in_place_are_not_copied(rank: int) -> None:
+    for rows in (1, 2):
+        with ExitStack() as stack:
+            for name in ("cat", "stack") if rows == 1 else ():
+                stack.enter_context(patch.object(torch, name, side_effect=AssertionError("a copy")))
+            summed = axis().reduce_scatter_dim(normal(rows, 2 * RANKS, 3, seed=rank), 1, purpose="")
+            gathered = axis().all_gather_dim(summed, 1, purpose="")
+        expected = sum(normal(rows, 2 * RANKS, 3, seed=seed) for seed in range(RANKS))
+        torch.testing.assert_close(gathered, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_blocking_call_runs_on_the_current_stream(name: str) -> None:
+    """With async_op=True NCCL runs on a stream of its own, with two events, and keeps the tensors."""
+    pair, seen = Axis("pair", size=2, rank=0, group=None), []
+
+    def call(*tensors: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace | None:
+        seen.append(async_op)
+        return SimpleNamespace(wait=lambda: None) if async_op else None
+
+    tensors = {"all_reduce": [4], "all_gather": [4, 2], "reduce_scatter": [2, 4]}[name]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Axis, "_sends", lambda axis, tensor: False))
+        stack.enter_context(patch.object(dist, "all_reduce", call))
+        for function in ("gather_equal", "reduce_scatter_equal"):
+            stack.enter_context(patch.object(collectives, function, call))
+        getattr(pair, name)(*map(torch.zeros, tensors))
+        getattr(pair, f"start_{name}")(*map(torch.zeros, tensors)).wait()
+    assert seen == [False, True]
+
+
+@on_ranks
+def test_gloo_sends_only_from_the_cpu(rank: int) -> None:
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert axis()._sends(torch.zeros(1))
+    assert not axis()._sends(on_gpu)  # gloo would read an address of the GPU
 
 
 def test_chunk_slices_cover_all_elements():

@@ -8,6 +8,7 @@ an all-reduce, and its all-gather copies all tensors once more. Sends straight i
 move the same bytes in a third of the time. On NCCL its own collectives are used.
 """
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NamedTuple, Protocol, TypeVar
@@ -211,12 +212,15 @@ class Axis:
         """Every rank's x, (..., d, ...), concatenated along `dim`: (..., R d, ...)."""
         full = x.new_empty((self.size, *x.shape))
         self.all_gather(full.view(-1), x.contiguous().view(-1), purpose=purpose)
+        if math.prod(x.shape[:dim]) == 1:  # the chunks are in their places
+            return full.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
         return torch.cat(full.unbind(), dim=dim)
 
     def reduce_scatter_dim(self, x: torch.Tensor, dim: int, *, purpose: str) -> torch.Tensor:
         """This rank's chunk along `dim` of the sum of every rank's x: (..., d, ...) to (..., d / R, ...)."""
-        stacked = torch.stack(x.chunk(self.size, dim=dim))
-        mine = torch.empty_like(stacked[0])
+        chunks, is_stacked = x.chunk(self.size, dim=dim), math.prod(x.shape[:dim]) == 1
+        stacked = x.contiguous() if is_stacked else torch.stack(chunks)
+        mine = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
         self.reduce_scatter(mine.view(-1), stacked.view(-1), purpose=purpose)
         return mine
 

@@ -341,7 +341,7 @@ class NcclLike(PythonGroup):
                     f"{whole.numel()} elements must be {self._size} times the {part.numel()} of a rank"
                 )
 
-    # What a group tells about itself
+    # Properties of a group
 
     def size(self) -> int:
         return self._size
