@@ -36,7 +36,7 @@ def replaced(holder: object, **members: object) -> Generator[None]:
 
 
 def test_an_axis_is_one_split() -> None:
-    """Of new groups each line would be a split, in which all ranks take part."""
+    """A new group for each line would be a split for each, in which all ranks take part."""
     splits = []
 
     def split_group(*, split_ranks: list[list[int]], timeout: datetime.timedelta) -> object:

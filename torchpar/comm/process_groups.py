@@ -19,7 +19,7 @@ BACKENDS = {"cpu": gloo.BACKEND, "gpu": "nccl"}
 NCCL_SETTINGS = {
     # Kernels of several groups run at a time: every rank then launches them in the order of its calls.
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-    # How many calls PyTorch's flight recorder keeps: after a hang they tell which rank is behind.
+    # How many calls PyTorch's flight recorder keeps. After a hang they show which rank is behind.
     "TORCH_FR_BUFFER_SIZE": "2000",
     # It also keeps whether a call has begun.
     "TORCH_NCCL_ENABLE_TIMING": "1",
@@ -63,7 +63,7 @@ def make_group(lines: Sequence[list[int]], timeout: datetime.timedelta | None = 
     if len(lines) == 1:
         return world_group()
     if dist.get_backend() == BACKENDS["gpu"]:
-        # One split of NCCL's communicator. Of new groups each would be a split in which all ranks take part.
+        # One split of NCCL's communicator. Each new group would be another split, in which all ranks take part.
         group = dist.split_group(split_ranks=list(lines), timeout=timeout)
     else:
         group = dist.new_subgroups_by_enumeration(list(lines), timeout=timeout)[0]
