@@ -59,7 +59,7 @@ def flatten_mesh(devices: DeviceMesh, names: Sequence[str], name: str) -> None:
 
 
 def flight_record() -> dict[str, Any]:
-    """The record of this process's collectives by PyTorch's flight recorder; {} if there is no recorder."""
+    """The record of this process's collectives by PyTorch's flight recorder; {} without a recorder."""
     of_nccl = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     dump = of_nccl or getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     return json.loads(dump()) if dump else {}

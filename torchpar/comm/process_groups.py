@@ -63,7 +63,7 @@ def make_group(lines: Sequence[list[int]], timeout: datetime.timedelta | None = 
     if len(lines) == 1:
         return world_group()
     if dist.get_backend() == BACKENDS["gpu"]:
-        # One split of NCCL's communicator. Each new group would be another split, in which all ranks take part.
+        # One split of NCCL's communicator. A new group for each line would be a split for each line.
         group = dist.split_group(split_ranks=list(lines), timeout=timeout)
     else:
         group = dist.new_subgroups_by_enumeration(list(lines), timeout=timeout)[0]
