@@ -1,13 +1,13 @@
 """An engine: the model and the optimizer under a layout, as the training loop uses them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
+from compare.contract.work import ObservedWork
 from torchpar.sharding import Parameters, Sharding, TensorsByName
 
 Fill = Callable[..., None]
@@ -30,7 +30,8 @@ class Engine:
         end_evaluation: called after the last forward without a backward.
         loss_is_global: whether the loss, before backward, is the mean over the rows of all ranks.
         resized_buffers: flat tensors that FSDP frees and allocates again, for the memory profile.
-        compiled: the work of a compiled `module`, as fields of the record's work; None if it is not compiled.
+        compiled: from the work of a step that the dispatcher saw to the work with that of compiled programs;
+            None without compilation.
     """
 
     module: nn.Module
@@ -43,7 +44,7 @@ class Engine:
     end_evaluation: Callable[[], None] = lambda: None
     loss_is_global: bool = False
     resized_buffers: tuple[torch.Tensor, ...] = ()
-    compiled: Callable[..., Mapping[str, Any]] | None = None
+    compiled: Callable[[ObservedWork], ObservedWork] | None = None
 
     def with_sharding(self, outer: Sharding) -> "Engine":
         """The engine with one more sharding, outside of its own."""

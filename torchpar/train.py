@@ -200,12 +200,11 @@ def set_up(rank: Rank, request: Request) -> Run:
 
 
 def compile_ahead(run: Run) -> float:
-    """Compile by one pass of the first step, whose gradients are dropped. Returns the seconds it took."""
+    """Compile by the passes of the first step, whose gradients are dropped. Returns the seconds it took."""
     clock = Stopwatch(partial(now, run.mesh.device))
     arrays = arrays_of_step(run.corpus, run.experiment, run.state.step)
-    with clock, run.autocast():
-        _, loss = run.engine.module(*next(run.shard_batch(arrays).passes()))
-        loss.backward()
-    run.engine.finish_gradients()
+    with clock, run.engine.step_context():
+        forward_backward(run, run.shard_batch(arrays), 1.0)
+        run.engine.finish_gradients()
     run.engine.optimizer.zero_grad(set_to_none=True)
     return clock.wall_s

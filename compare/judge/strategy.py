@@ -106,7 +106,8 @@ def settings_of(record: Record, strategy: Strategy) -> dict[str, str]:
 def _read_compiler(run: Observed) -> Iterator[Finding]:
     """The compiler, in engines that may compile or not."""
     asked, found = run.experiment.layout.compile, run.work.compiled.partition(",")[0] or "none"
-    if run.engine.sends_by == "dtensor" and asked != "auto":
+    compiles = run.engine.layouts.compiles
+    if compiles and asked in ("none", *compiles):
         yield Finding("layout.compile", asked, found)
 
 

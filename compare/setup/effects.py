@@ -18,6 +18,12 @@ def _reduces_buckets(case: Case) -> bool:
     return layout.replicas > 1 and (chosen or "ddp" in engine.gradient_sync)
 
 
+def _compiles(case: Case) -> bool:
+    """Whether the engine can compile, and so as `layout.compile` says."""
+    compiles, value = ENGINES[case.engine].layouts.compiles, case.experiment.layout.compile
+    return bool(compiles) and (value in ("auto", "none") or value in compiles)
+
+
 EFFECTS: dict[str, tuple[str, Condition]] = {
     "model.rope_base": ("with --model.position rope", lambda case: case.experiment.model.position == "rope"),
     **dict.fromkeys(
@@ -38,10 +44,13 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
         "with an optimizer that has moments: adamw, or sgd with --optimizer.momentum",
         lambda case: bool(moment_names(case.experiment.optimizer)),
     ),
-    "layout.compile": ("for torch-compiler", lambda case: ENGINES[case.engine].sends_by == "dtensor"),
     "layout.xla": (
         "for JAX with --platform gpu",
         lambda case: ENGINES[case.engine].is_jax and case.request.platform == "gpu",
+    ),
+    "layout.compile": (
+        "for torch-compiler and nanogpt-loop, and block for torch-manual and torch-library",
+        _compiles,
     ),
     **dict.fromkeys(
         ("optimizer.min_lr", "optimizer.warmup_iters", "optimizer.lr_decay_iters"),

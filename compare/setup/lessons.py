@@ -71,7 +71,6 @@ MORE_FILES = {
 SHARED_FILES = {
     "__init__.py": "composes the strategies",
     "strategy.py": "the type of a strategy of jax-manual",
-    "compilation.py": "compiles the whole step of torch-compiler",
 }
 """Files in engines' folders that belong to no strategy, and what they do."""
 

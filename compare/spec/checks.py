@@ -80,7 +80,7 @@ def check_precision(experiment: Experiment) -> Iterator[str]:
             f"precision.min_loss_scale = {precision.min_loss_scale:g} is more than precision.loss_scale = "
             f"{precision.loss_scale:g}: change one of them"
         )
-    if layout.compile not in ("auto", "none") and precision.dtype == "float16":
+    if layout.compile in ("aot_eager", "inductor") and precision.dtype == "float16":
         yield (
             f"layout.compile = {layout.compile} with precision.dtype = float16: the loss scale is a constant "
             "of the compiled program, which would be traced again at each change: set layout.compile = none"

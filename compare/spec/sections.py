@@ -217,10 +217,11 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     offload: Literal["none", "optimizer"] = "none"
     """State kept in the host's memory: the optimizer's moments, which are on the device for the update
     only."""
-    compile: Literal["auto", "none", "aot_eager", "inductor"] = "auto"
-    """Compilation of torch-compiler. none: DTensor decides at every operator. aot_eager: torch.compile traces
-    one program, which runs operator by operator. inductor: its kernels are also fused. auto: inductor on
-    GPUs; none on a CPU, with remat = full and with experts."""
+    compile: Literal["auto", "none", "block", "aot_eager", "inductor"] = "auto"
+    """Compilation of the PyTorch engines. block: torch-manual and torch-library compile each block by itself,
+    with inductor. aot_eager: torch-compiler and nanogpt-loop trace the model as one program, which runs
+    operator by operator. inductor: its kernels are also fused. auto: none, but inductor for torch-compiler on
+    GPUs, without remat = full and experts."""
     xla: Literal["plain", "tuned"] = "plain"
     """Options of XLA on GPUs. plain: XLA's defaults. tuned: MaxText's: latency hiding, pipelined collectives,
     double buffers, and larger messages. `--dry_run` prints them."""

@@ -36,7 +36,7 @@ from tests.support.ranks import counted, on_ranks
 from tests.support.rows import short
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
-from torchpar.compiler.compilation import resolve_backend
+from torchpar.compilation import resolve_backend
 from torchpar.engine import Engine
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT

@@ -9,14 +9,16 @@ move the same bytes in a third of the time. On NCCL its own collectives are used
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fractions import Fraction
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchpar.comm.gloo import is_gloo
+from torchpar.comm.one_operator import AXES, as_one_operator
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
@@ -30,6 +32,10 @@ def chunk_slices(count: int, ranks: int) -> list[slice]:
     """Each rank's slice of `count` elements. All are equal, except that the last may be short or empty."""
     share = -(-count // ranks)
     return [slice(min(r * share, count), min((r + 1) * share, count)) for r in range(ranks)]
+
+
+def _scaled(shape: Sequence[int], factors: Mapping[int, Fraction]) -> list[int]:
+    return [int(size * factors.get(dim, 1)) for dim, size in enumerate(shape)]
 
 
 class Call(NamedTuple):
@@ -94,6 +100,9 @@ class Axis:
 
     def __init__(self, name: str, *, size: int, rank: int, group: ProcessGroup | None):
         self.name, self.size, self.rank, self.group = name, size, rank, group
+        self.key = str(group.group_name) if group else ""
+        if group:
+            AXES[self.key] = self
 
     @classmethod
     def from_group(cls, group: ProcessGroup) -> "Axis":
@@ -202,12 +211,14 @@ class Axis:
 
     # From tensors to new tensors, along any dim.
 
+    @as_one_operator(lambda shape, ranks: shape)
     def all_reduce_copy(self, x: torch.Tensor, *, purpose: str) -> torch.Tensor:
         """The sum of every rank's x, any shape, in a new tensor: autograd may have saved x."""
         total = x.clone(memory_format=torch.contiguous_format)
         self.all_reduce(total, purpose=purpose)
         return total
 
+    @as_one_operator(lambda shape, ranks, dim: _scaled(shape, {dim: Fraction(ranks)}))
     def all_gather_dim(self, x: torch.Tensor, dim: int, *, purpose: str) -> torch.Tensor:
         """Every rank's x, (..., d, ...), concatenated along `dim`: (..., R d, ...)."""
         full = x.new_empty((self.size, *x.shape))
@@ -216,6 +227,7 @@ class Axis:
             return full.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
         return torch.cat(full.unbind(), dim=dim)
 
+    @as_one_operator(lambda shape, ranks, dim: _scaled(shape, {dim: Fraction(1, ranks)}))
     def reduce_scatter_dim(self, x: torch.Tensor, dim: int, *, purpose: str) -> torch.Tensor:
         """This rank's chunk along `dim` of the sum of every rank's x: (..., d, ...) to (..., d / R, ...)."""
         chunks, is_stacked = x.chunk(self.size, dim=dim), math.prod(x.shape[:dim]) == 1
@@ -224,6 +236,9 @@ class Axis:
         self.reduce_scatter(mine.view(-1), stacked.view(-1), purpose=purpose)
         return mine
 
+    @as_one_operator(
+        lambda shape, ranks, split, join: _scaled(shape, {split: Fraction(1, ranks), join: Fraction(ranks)})
+    )
     def all_to_all_dims(self, x: torch.Tensor, *, split: int, join: int, purpose: str) -> torch.Tensor:
         """Send chunk r of x along dim `split` to rank r, and concatenate the received chunks along `join`."""
         sent = torch.stack(x.chunk(self.size, dim=split))

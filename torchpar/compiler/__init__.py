@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from compare.spec.axes import DATA, REPLICAS, SHARDED_FROM
 from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
+from torchpar.compilation import compile_forward, resolve_backend
 from torchpar.compiler import context_parallel, data_parallel, expert_parallel, fully_sharded, tensor_parallel
-from torchpar.compiler.compilation import compile_forward, resolve_backend
 from torchpar.compiler.placement import ORDER, place_parameters, placements_of_parameters
 from torchpar.dtensors import dtensor_optimizer, engine_of_dtensors, make_device_mesh
 from torchpar.engine import Engine, Fill

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Experiment
 from torchpar.comm.mesh import Mesh
+from torchpar.compilation import compile_blocks
 from torchpar.dtensors import dtensor_optimizer, engine_of_dtensors, make_device_mesh
 from torchpar.engine import Engine, Fill
 from torchpar.gpt_stages import GPTStages, stages_of
@@ -44,6 +46,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     if devices is not None and mesh[TP].size > 1:
         split_layers(model, devices[TP], sequence_parallel=layout.sequence_parallel)
     apply_remat(model.blocks, layout.remat)
+    compiled = compile_blocks(model.blocks, layout, mesh.device)
     numbers = stages_of(layout, mesh[PP].rank) if mesh[PP].size > 1 else ()
     stages = {number: GPTStages(model, layout, [number]) for number in numbers}
     models = list(stages.values()) or [model]
@@ -55,7 +58,8 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
         engine = _replicate(models, experiment, mesh)
     if experts:
         engine = engine.with_sharding(experts)
-    return run_stages(stages, engine, mesh=mesh, layout=layout) if stages else engine
+    engine = run_stages(stages, engine, mesh=mesh, layout=layout) if stages else engine
+    return replace(engine, compiled=compiled)
 
 
 def _replicate(models: Sequence[nn.Module], experiment: Experiment, mesh: Mesh) -> Engine:

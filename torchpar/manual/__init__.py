@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from compare.spec.axes import CP, DATA, EP, PP, REPLICAS, SHARDS, TP
 from compare.spec.experiment import Experiment
 from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
+from torchpar.compilation import compile_blocks
 from torchpar.engine import Engine, Fill
 from torchpar.gpt_stages import GPTStages, stages_of
 from torchpar.manual.context_parallel import split_sequence
@@ -45,6 +47,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     if mesh[CP].size > 1:
         split_sequence(model, mesh[CP], layout, mesh.device)
     apply_remat(model.blocks, layout.remat)
+    compiled = compile_blocks(model.blocks, layout, mesh.device)
     part = GPTStages(model, layout, stages_of(layout, mesh[PP].rank)) if mesh[PP].size > 1 else model
     if layout.zero < 2:
         fill(part)
@@ -56,7 +59,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
         engine = engine.with_sharding(sharding)
     if isinstance(part, GPTStages):  # gathered last: the stages of other ranks come on the CPU
         engine = run_stages(part, engine, mesh[PP], layout)
-    return engine
+    return replace(engine, compiled=compiled)
 
 
 def _replicate(model: GPT | GPTStages, experiment: Experiment, mesh: Mesh, expert_axes: ExpertAxes) -> Engine:

@@ -1,4 +1,4 @@
-"""Work of a compiled model: the products and activations of the graphs that torch.compile makes.
+"""Work of a compiled model, or of compiled blocks: operators of the graphs that torch.compile makes.
 
 The dispatcher does not see the operators of a compiled program, so they are counted in the graph.
 """
@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compare.contract.work import Part
+from compare.contract.work import ObservedWork, Part
 from torchpar.comm.collectives import observers
 from torchpar.measure.watch import HEAD
 from torchpar.measure.work import FUNCTIONS
@@ -42,21 +43,35 @@ class CompiledWork:
         self._graphs.append([*_operators(graph)])
 
         def run(*arguments: Any) -> Any:
-            self._runs[number] += bool(observers)
+            if observers:
+                self._runs[number] += 1
             return compiled(*arguments)
 
         return run
 
-    def work(self, *, is_fused: bool) -> dict[str, Any]:
-        """Fields of `ObservedWork`, from the first graph, the graph of training."""
-        backend, training = "inductor" if is_fused else "aot_eager", self._graphs[0] * (self._runs[0] or 1)
+    def work(self, seen: ObservedWork) -> ObservedWork:
+        """`seen` by the dispatcher in a step, with the operators of the graphs that ran in it.
+
+        Graphs of blocks have no logits: these are the dispatcher's.
+        """
+        ran = [operator for number, runs in self._runs.items() for operator in self._graphs[number] * runs]
+        forward, again = Counter(part for part, _, _ in ran), Counter(part for part, _, re in ran if re)
+        backend = "aot_eager" if seen.forward.get("activations") else "inductor"
         count = len(self._graphs)
-        return {
-            "compiled": f"{backend}, {count} graph{'s' * (count != 1)}",
-            "forward": dict(Counter(part for part, _, _ in training)),
-            "again": dict(Counter(part for part, _, is_again in training if is_again)),
-            "logits_positions": sorted({length for part, length, _ in training if part == "logits"}),
-        }
+        compiled = f"{backend}, {count} graph{'s' * (count != 1)}"
+        if "logits" in forward:
+            positions = sorted({length for part, length, _ in ran if part == "logits"})
+            return replace(
+                seen, compiled=compiled, forward=dict(forward), again=dict(again), logits_positions=positions
+            )
+        sizes = {sum(part == "activations" for part, _, _ in self._graphs[number]) for number in self._runs}
+        logits = [{"logits": of["logits"]} if "logits" in of else {} for of in (seen.forward, seen.again)]
+        return replace(
+            seen,
+            compiled=f"{'block' if sizes == {1} else 'blocks'}, {compiled}",
+            forward=dict(forward) | logits[0],
+            again=dict(again) | logits[1],
+        )
 
 
 def _operators(
@@ -72,6 +87,6 @@ def _operators(
             policy = contexts()[0].policy_fn if contexts else lambda *_: CheckpointPolicy.MUST_RECOMPUTE
             yield from _operators(body, lambda op, policy=policy: "RECOMPUTE" in policy(None, op).name)
         elif name in TRACED:
-            product: Part = "logits" if HEAD in str(node.meta["nn_module_stack"]) else "products"
+            product: Part = "logits" if HEAD in str(node.meta.get("nn_module_stack")) else "products"
             part: Part = "activations" if name in FUNCTIONS else product
             yield part, node.meta["example_value"].shape[1], is_again(TRACED[name])

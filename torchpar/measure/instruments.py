@@ -4,7 +4,6 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 
 import torch
-from msgspec.structs import replace
 
 from compare.contract.memory_profile import Class, DeviceMemory
 from compare.contract.work import ObservedWork
@@ -70,5 +69,5 @@ class Instruments(Observer):
         """Memory, work and ledger of the step, after its end."""
         compiled, work = self._run.engine.compiled, self._work.result()
         if compiled:
-            work = replace(work, **compiled(is_fused=not work.forward.get("activations")))
+            work = compiled(work)
         return self._memory.result(), work, self.ledger.result()

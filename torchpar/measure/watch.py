@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from compare.pipeline.schedules import Kind, Task
+from torchpar.comm import one_operator
 from torchpar.comm.collectives import Call, Works, observers
 from torchpar.private import (
     TorchDispatchMode,
@@ -109,11 +110,23 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor goes first, and calls this again with local tensors
+        if func.namespace == one_operator.NAMESPACE:
+            with self.inside():
+                return one_operator.run(*args)
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for sink in self._sinks:
             sink.operator(func, (args, kwargs), result)
         return result
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """Report also what an operator of a compiled program calls."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
 
     @contextmanager
     def _around_call(self, call: Call, full: torch.Tensor, ranks: int) -> Generator[None]:

@@ -5,7 +5,6 @@ Source: karpathy/nanoGPT, train.py.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from compare.numerics.optimizer import learning_rate
 from compare.spec.experiment import Experiment
 from torchpar.batch import RankBatch
 from torchpar.comm.mesh import Mesh
+from torchpar.compilation import compile_forward, resolve_backend
 from torchpar.engine import Engine, Fill
 from torchpar.model import GPT
 from torchpar.optimizer import make_optimizer
@@ -26,10 +26,9 @@ def train_step(
     """One step of nanoGPT's loop: see `torchpar.train.train_step`."""
     model, optimizer, config = run.engine.module, run.engine.optimizer, run.experiment.optimizer
     run.rank.at(run.state.step, "forward")
-    half = run.experiment.precision.dtype == "bfloat16"
     losses = []
     for inputs_BT, targets_BT in zip(batch.inputs_ABT, batch.targets_ABT, strict=True):
-        with torch.autocast(run.mesh.device.type, dtype=torch.bfloat16) if half else nullcontext():
+        with run.autocast():
             _, loss = model(inputs_BT, targets_BT)
             loss = loss / len(batch.inputs_ABT)
         loss.backward()
@@ -45,7 +44,16 @@ def train_step(
 
 
 def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:
-    """The plain model and its optimizer."""
+    """The plain model and its optimizer. nanoGPT's `compile` compiles the whole model.
+
+    Raises ValueError: the layout names a backend that this machine does not have.
+    """
     fill(model)
     parameters = dict(model.named_parameters())
-    return Engine(module=model, optimizer=make_optimizer(parameters, experiment), parameters=parameters)
+    backend = "none" if experiment.layout.compile == "auto" else resolve_backend(experiment.layout, mesh.device)
+    return Engine(
+        module=model,
+        optimizer=make_optimizer(parameters, experiment),
+        parameters=parameters,
+        compiled=None if backend == "none" else compile_forward(model, backend),
+    )

@@ -24,6 +24,8 @@ class Layouts(Struct, frozen=True, kw_only=True):
     """Ways of context parallelism."""
     offload: bool = False
     """Whether the host's memory can hold the moments."""
+    compiles: tuple[str, ...] = ()
+    """Values of `layout.compile` that compile something."""
     reasons: Mapping[str, str] = {}
     """Field -> the reason why other values are impossible, and what to do."""
     rejects: Callable[[Layout], str] = lambda layout: ""

@@ -32,7 +32,7 @@ TORCH_PEERS = (
         folder="peers.nanogpt_loop",
         gradient_sync=("none",),
         decides="one device: a plain loop in nanoGPT's style, on PyTorch's own threads",
-        layouts=Layouts(rejects=_one_device_without_remat),
+        layouts=Layouts(compiles=("aot_eager", "inductor"), rejects=_one_device_without_remat),
         is_peer=True,
     ),
 )
@@ -125,6 +125,23 @@ JAX = Side(
 )
 
 
+def _rejected_by_blocks(layout: Layout) -> str:
+    """The limits of a compiled block, whose backward is one program."""
+    if layout.compile != "block":
+        return ""
+    if layout.pp > 1 and layout.schedule == "zero_bubble":
+        return (
+            "layout.compile = block with layout.schedule = zero_bubble: the backward of a compiled block is "
+            "one program, which no schedule divides: choose another schedule or layout.compile = none"
+        )
+    if layout.cp > 1 and layout.context == "ring":
+        return (
+            "layout.compile = block with layout.context = ring: a compiled block waits for each message, so "
+            "no hop would hide behind a product: choose allgather or ulysses, or layout.compile = none"
+        )
+    return ""
+
+
 def _rejected_by_wrappers(layout: Layout) -> str:
     """The limits of PyTorch 2.13's DDP, ZeRO-1, FSDP2 and torch.distributed.pipelining together, as
     tested."""
@@ -145,6 +162,8 @@ def _rejected_by_wrappers(layout: Layout) -> str:
         )
     if layout.pp == 1 or layout.schedule != "zero_bubble":
         return ""
+    if why := _rejected_by_blocks(layout):
+        return why
     if layout.data_parallel * layout.cp > 1:
         return (
             "layout.schedule = zero_bubble splits backward in two, which DDP reduces wrongly without an "
@@ -166,6 +185,10 @@ def _rejected_by_placements(layout: Layout) -> str:
         return (
             f"layout.ep = {layout.ep} with layout.dp_shard = {layout.dp_shard}: ZeRO's shards are placed "
             f"over both axes as one, and experts over ep alone, on another mesh: set them equal"
+        )
+    if layout.compile == "block":
+        return (
+            "layout.compile = block: DTensor plans the messages of the whole step: choose aot_eager or inductor"
         )
     if layout.compile in ("aot_eager", "inductor") and layout.remat == "full":
         return (
@@ -190,7 +213,13 @@ TORCH = Side(
             checks="spmd_types, in the tests: it follows replicated, invariant, varying and partial values "
             "through forward, in one process without ranks; a missing f or g is an error with its line",
             gradient_sync=("naive", "flat", "overlapped", "bucketed"),
-            layouts=Layouts(schedules=SCHEDULES, contexts=CONTEXTS, offload=True),
+            layouts=Layouts(
+                schedules=SCHEDULES,
+                contexts=CONTEXTS,
+                offload=True,
+                compiles=("block",),
+                rejects=_rejected_by_blocks,
+            ),
             counts_own_calls=True,
         ),
         Engine(
@@ -204,6 +233,7 @@ TORCH = Side(
             layouts=Layouts(
                 schedules=SCHEDULES,
                 contexts=("allgather",),
+                compiles=("block",),
                 reasons={
                     "context": "PyTorch's ring, the experimental context_parallel, needs one of three CUDA "
                     "kernels, none of them in float64, and PyTorch exchanges no heads",
@@ -227,6 +257,7 @@ TORCH = Side(
             sends_by="dtensor",
             layouts=Layouts(
                 contexts=("allgather",),
+                compiles=("aot_eager", "inductor"),
                 reasons={
                     "context": "DTensor has no placement for keys in transit, and on a CPU it exchanges "
                     "heads for positions with a gather",
