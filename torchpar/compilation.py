@@ -49,9 +49,7 @@ def compile_forward(module: nn.Module, backend: str) -> Compiled:
     return compiled.work
 
 
-def compile_blocks(
-    blocks: Collection[nn.Module], layout: Layout, device: torch.device
-) -> Compiled | None:
+def compile_blocks(blocks: Collection[nn.Module], layout: Layout, device: torch.device) -> Compiled | None:
     """Compile each block by itself at its first call, if the layout says so.
 
     Raises ValueError: inductor has no C++ compiler.

@@ -32,7 +32,13 @@ from torchpar.comm.collectives import unobserved
 from torchpar.comm.mesh import device_kind
 from torchpar.measure import ledger, work
 from torchpar.measure.instruments import Instruments
-from torchpar.measure.memory import CPU_METHOD, GPU_METHOD, PROFILE_METHOD, resident_bytes
+from torchpar.measure.memory import (
+    CPU_METHOD,
+    GPU_METHOD,
+    INSIDE_A_PROGRAM,
+    PROFILE_METHOD,
+    resident_bytes,
+)
 from torchpar.offload import device_tensors, host_tensors
 from torchpar.run import Run
 from torchpar.sharding import local
@@ -144,9 +150,10 @@ class RecordedRank:
         if not recorder:
             return {}
         stages = [run.experiment.layout.coordinates(rank)[PP] for rank in range(len(everywhere))]
+        unseen = INSIDE_A_PROGRAM if "inductor" in works[0].compiled else ""
         counts_own = ENGINES[run.request.engine].counts_own_calls
         recorder.leave(
-            MemoryProfile(devices=list(memories), method=PROFILE_METHOD),
+            MemoryProfile(devices=list(memories), method=PROFILE_METHOD + unseen),
             work.of_all_ranks(works, stages=stages),
             ledger.of_all_ranks(ledgers, stages=stages, counts_own=counts_own),
         )
@@ -157,7 +164,7 @@ class RecordedRank:
             "compile_s": run.compile_s,
             "cpu_time_s": sum(cpu) + run.rank.launcher_cpu_s,
             "peak_memory_bytes": [memory.allocator_peak or memory.peak.total for memory in memories],
-            "peak_memory_method": CPU_METHOD if run.mesh.device.type == "cpu" else GPU_METHOD,
+            "peak_memory_method": CPU_METHOD + unseen if run.mesh.device.type == "cpu" else GPU_METHOD,
             "resident_bytes": {role: [of_rank[role] for of_rank in residents] for role in residents[0]},
             "replicas_apart": replicas_apart(itertools.chain(*digests)),
             "windows": [merged(parts) for parts in zip(*windows_of_all, strict=True)],

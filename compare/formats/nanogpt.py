@@ -47,10 +47,10 @@ IGNORED = {
     "always_save_checkpoint": "the newest checkpoints are kept with the best",
     **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), "a run writes its own report"),
     **dict.fromkeys(("backend", "device"), "use --platform"),
-    "compile": "use --layout.compile",
 }
 """Settings of nanoGPT without effect here, and why."""
-KNOWN = {*DEFAULTS, *IGNORED, *OF_FORKS, "init_from", "eval_only"}
+COMPILE = "compile"
+KNOWN = {*DEFAULTS, *IGNORED, *OF_FORKS, COMPILE, "init_from", "eval_only"}
 FLAGS = {
     **{name: [f"{section}.{name}"] for name, section in FIELDS.items()},
     "eval_interval": ["train.eval_interval", "checkpoint.every"],  # nanoGPT saves when it evaluates
@@ -144,6 +144,9 @@ def read_config(path: Path) -> Config:
         },
         "checkpoint": {"every": every, "keep": 1},
     }
+    # A loss scale is a constant of a compiled program.
+    if COMPILE in given and not (given[COMPILE] and settings["dtype"] == "float16"):
+        more["layout"] = {"compile": "inductor" if given[COMPILE] else "none"}
     try:
         experiment = revalidate(edited(experiment_of(settings, base=Experiment()), more))
     except ExperimentError as error:
@@ -172,6 +175,10 @@ def translate_flags(name: str, words: Iterable[str]) -> tuple[list[str], list[st
             found.append(word)
         elif setting in IGNORED:
             notes.append(f"{setting}: {IGNORED[setting]}")
+        elif setting == COMPILE and value == "True":
+            found.append("--layout.compile=inductor")
+        elif setting == COMPILE:
+            notes.append("compile: nothing is compiled by default; see --layout.compile")
         elif setting == "eval_only":
             if value != "False":
                 raise ExperimentError(f"{name}: {ONLY_EVALUATES}")

@@ -47,6 +47,11 @@ class Parameter(Struct, frozen=True):
         return self.init_std is not None
 
     @property
+    def is_factor(self) -> bool:
+        """Whether only products read it, or add it to their results: in 16 bits they round it first."""
+        return self.name.startswith("blocks.") and ".norm" not in self.name and "choice" not in self.axes
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

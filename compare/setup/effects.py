@@ -65,6 +65,14 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
         ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
         ("with --optimizer.name adamw", lambda case: case.experiment.optimizer.name == "adamw"),
     ),
+    "precision.gather": (
+        "for PyTorch engines with --layout.zero 3 and 16 bits, such as --precision.dtype bfloat16",
+        lambda case: (
+            case.experiment.layout.zero == 3
+            and case.experiment.precision.dtype in ("bfloat16", "float16")
+            and not ENGINES[case.engine].is_jax
+        ),
+    ),
     "precision.tf32": ("with --platform gpu", lambda case: case.request.platform == "gpu"),
     "train.eval_iters": ("with --train.eval_interval", lambda case: case.experiment.train.eval_interval > 0),
 }

@@ -69,7 +69,7 @@ def check_model(model: Model) -> Iterator[str]:
 def check_precision(experiment: Experiment) -> Iterator[str]:
     """Objections to loss scales, and to numbers that overflow in float32."""
     precision, layout = experiment.precision, experiment.layout
-    unscaled = Precision(dtype=precision.dtype, tf32=precision.tf32)
+    unscaled = Precision(dtype=precision.dtype, tf32=precision.tf32, gather=precision.gather)
     if precision.dtype != "float16" and precision != unscaled:
         yield (
             f"precision.dtype = {precision.dtype} has no loss scale: leave loss_scale, loss_scale_window, "

@@ -156,6 +156,9 @@ class Precision(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     float32. float16 has a dynamic loss scale."""
     tf32: bool = False
     """Allow TF32 matrix products on NVIDIA GPUs, as JAX does by default and PyTorch does not."""
+    gather: Literal["storage", "products"] = "storage"
+    """Dtype in which the PyTorch engines gather weights under zero = 3. storage: as stored. products: in the
+    16 bits of the products, if only products read the weight; no number changes. XLA chooses by itself."""
     loss_scale: Annotated[float, Meta(gt=0, le=LARGEST_LOSS_SCALE)] = 65536.0
     """float16: initial loss scale. An overflow skips the update and halves the scale."""
     loss_scale_window: Positive = 2000
@@ -274,6 +277,12 @@ class Experiment(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     precision: Precision = Precision()
     layout: Layout = Layout()
     checkpoint: Checkpoints = Checkpoints()
+
+    @property
+    def gathers_in_16_bits(self) -> bool:
+        """Whether the PyTorch engines gather weights in the 16 bits of the products: `precision.gather`."""
+        has_16_bits = self.precision.dtype in ("bfloat16", "float16")
+        return has_16_bits and self.precision.gather == "products" and self.layout.zero == 3
 
     @property
     def sequences_per_step(self) -> int:

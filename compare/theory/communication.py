@@ -37,7 +37,6 @@ from compare.contract.communication import (
 )
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
 from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDED_FROM, SHARDS, TP, joined_of
-from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.theory.memory import (
@@ -125,23 +124,32 @@ def _data_parallel(engine: str, experiment: Experiment, stage: int, *, by_ep: bo
         )
         kind, axis = ("all_reduce", data) if by_ddp else ("reduce_scatter", shards)
         sent[kind, axis, GRADIENTS] = times * itemsize * elements()
-        sent["all_gather", shards, PARAMETERS] = itemsize * _gathered(able, experiment, elements(), by_ep)
+        sent["all_gather", shards, PARAMETERS] = itemsize * _gathered(engine, experiment, elements(), by_ep)
     return sent
 
 
-def _gathered(able: Engine, experiment: Experiment, elements: float, by_ep: bool) -> float:
-    """Elements of parameters that ZeRO gathers in a step, from the elements that a stage has."""
+def _gathered(engine: str, experiment: Experiment, elements: float, by_ep: bool) -> float:
+    """Elements of parameters that ZeRO gathers in a step, from the elements that a stage has.
+
+    An element in 16 bits counts by its share of the bytes of a stored one.
+    """
+    able = ENGINES[engine]
     layout, model, passes = experiment.layout, experiment.model, experiment.microbatches_per_step
     block = [p for p in block_parameters(model, 0) if by_ep == (layout.ep > 1 and is_split_by(EP, p))]
-    layers = model.n_layer // layout.pp * on_one_device(block, layout)
-    ends = elements - layers
+    stored = model.n_layer // layout.pp * on_one_device(block, layout)
+    ends, layers = elements - stored, stored
+    if experiment.gathers_in_16_bits and not able.is_jax:
+        factors = [p for p in block if p.is_factor]
+        layers -= (1 - _width_of_products(engine, experiment)) * (
+            model.n_layer // layout.pp * on_one_device(factors, layout)
+        )
     if layout.zero == SHARDED_FROM["parameters"] and layout.reshard_after_forward:
         times = {"step": 1, "pass": passes if layout.pp == 1 else 1, "use": 2 * passes}[able.gathers_ends]
         return times * ends + 2 * passes * layers
     splits_again = able.is_jax or able.sends_by == "pytorch"  # after each pass, even without resharding
     if splits_again and layout.zero >= able.sharded_from["parameters"] and layout.pp == 1:
         return (passes if able.gathers_ends == "pass" else 1) * ends + passes * layers
-    return elements
+    return ends + layers
 
 
 def _expert_parallel(engine: str, experiment: Experiment) -> Bytes:

@@ -7,11 +7,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from compare.contract.work import ObservedWork
+from compare.contract.communication import summed
 from compare.spec.experiment import Layout
-from tests.support.gpt_steps import ADAM, CONFIG, assert_same, backward, count, reference, train
+from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train
 from tests.support.ranks import on_ranks
-from torchpar import compilation
+from torchpar import compilation, manual
+from torchpar.measure.ledger import LedgerSink
+from torchpar.measure.watch import Watch
+from torchpar.measure.work import WorkSink
 from torchpar.train import MAKE_ENGINE
 
 LAYOUTS = {
@@ -37,7 +40,37 @@ def test_compiled_blocks_equal_one_device(rank: int, engine: str, name: str) -> 
     torch._dynamo.reset()
     compilation.BACKEND_OF_BLOCKS = "aot_eager"
     layout = replace(LAYOUTS[engine][name], compile="block")
-    got, parallel = train(MAKE_ENGINE[engine], layout, rank, ADAM)
+    got, _ = train(MAKE_ENGINE[engine], layout, rank, ADAM)
     assert_same(got, reference(ADAM), name)
-    work = parallel.compiled(ObservedWork(products={}, forward={"activations": 1}, again={}, logits_positions=[]))
-    print(work)
+
+
+@on_ranks
+def test_compiled_blocks_are_observed(rank: int) -> None:
+    """The watch counts the program's messages where they are sent, and its operators in the graph."""
+    torch._dynamo.reset()
+    compilation.BACKEND_OF_BLOCKS = "aot_eager"
+    layout = Layout(dp_shard=2, tp=2, zero=3, remat="dots")
+    plain, compiled = ({}, {})
+    for compile, found in (("none", plain), ("block", compiled)):
+        parallel, mesh = make_parallel(manual.make_engine, replace(layout, compile=compile), rank, ADAM)
+        backward(parallel, mesh, 0)
+        parallel.optimizer.zero_grad(set_to_none=True)
+        axes = {axis.group.group_name: axis.name for axis in mesh.axes.values() if axis.group}
+        ledger, work = LedgerSink(axes), WorkSink(parallel.module)
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True), Watch(ledger, work):
+            backward(parallel, mesh, 1)
+        rows, dispatched, own, problems = ledger.result()
+        assert (dispatched, problems) == (own, [])
+        found["sent"] = {
+            of: (row.calls, row.bytes) for row in summed(rows) for of in [(row.kind, row.purpose)]
+        }
+        result = work.result()
+        found["work"] = parallel.compiled(result) if parallel.compiled else result
+    assert compiled["sent"] == plain["sent"]
+    work, seen = compiled["work"], plain["work"]
+    assert (work.compiled, seen.compiled) == ("block, aot_eager, 1 graph", "")
+    assert (work.forward, work.again, work.logits_positions) == (
+        seen.forward,
+        seen.again,
+        seen.logits_positions,
+    )

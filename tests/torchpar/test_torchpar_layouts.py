@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.communication import LOSS
+from compare.contract.work import ObservedWork
 from compare.spec.axes import DP_REPLICATE
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment, Layout, Precision, Train
@@ -36,7 +37,7 @@ from tests.support.ranks import counted, on_ranks
 from tests.support.rows import short
 from torchpar import compiler, library, manual
 from torchpar.comm import process_groups
-from torchpar.compilation import resolve_backend
+from torchpar.compilation import compile_blocks, resolve_backend
 from torchpar.engine import Engine
 from torchpar.library.tensor_parallel import split_layers
 from torchpar.model import GPT
@@ -159,9 +160,11 @@ def test_torch_compiler_step_is_one_graph(rank: int) -> None:
         layout = replace(TORCH_COMPILER[name], compile="aot_eager")
         got, parallel = train(compiler.make_engine, layout, rank, ADAM)
         assert_same(got, reference(ADAM), name)
-    work = parallel.compiled(is_fused=False)
-    assert work["compiled"] == "aot_eager, 1 graph"
-    assert (work["forward"]["activations"], work["forward"]["logits"]) == (BLOCKS, 1)
+    work = parallel.compiled(
+        ObservedWork(products={}, forward={"activations": 1}, again={}, logits_positions=[])
+    )
+    assert work.compiled == "aot_eager, 1 graph"
+    assert (work.forward["activations"], work.forward["logits"]) == (BLOCKS, 1)
 
 
 @on_ranks
@@ -174,6 +177,7 @@ def test_small_vocabulary_is_rejected(rank: int) -> None:
 
 FULL = Layout(remat="full", compile="aot_eager")
 HALVED = Layout(pp=2, schedule="zero_bubble", microbatches=2)
+BLOCK = Layout(compile="block")
 REFUSED = (
     ("torch-library", Layout(dp_shard=2, tp=2, zero=1), r"layout.zero = 1 with layout.tp = 2: .*DTensor"),
     ("torch-library", Layout(cp=2, context="ring"), "one of three CUDA kernels, none of them in float64"),
@@ -183,6 +187,10 @@ REFUSED = (
     ("torch-library", replace(HALVED, dp_shard=2, zero=3), "zero_bubble.*FSDP2 not at all"),
     ("torch-library", replace(HALVED, tp=2), "zero_bubble.*DTensor"),
     ("torch-library", replace(HALVED, remat="dots"), "zero_bubble.*selective recomputation"),
+    ("torch-manual", replace(HALVED, compile="block"), "backward of a compiled block is one program"),
+    ("torch-library", replace(HALVED, compile="block"), "backward of a compiled block is one program"),
+    ("torch-manual", replace(BLOCK, cp=2, context="ring"), "no hop would hide behind a product"),
+    ("torch-compiler", BLOCK, "plans the messages of the whole step"),
     ("torch-compiler", Layout(pp=2, schedule="gpipe", microbatches=2), "= gpipe: DTensor has no shift"),
     ("torch-compiler", Layout(cp=2, context="ring"), "= ring: .*no placement for keys in transit"),
     ("torch-compiler", Layout(cp=2, context="ulysses"), "= ulysses: .*with a gather"),
@@ -209,4 +217,9 @@ def test_backend_of_compilation(monkeypatch):
         resolve_backend(Layout(compile="inductor"), torch.device("cpu"))
     on_gpu = {remat: resolve_backend(Layout(remat=remat), torch.device("cuda")) for remat in ("dots", "full")}
     assert on_gpu == {"dots": "inductor", "full": "none"}
+    with pytest.raises(
+        ValueError, match=r"compile = block requires a C\+\+ compiler: install one or set none"
+    ):
+        compile_blocks((), BLOCK, torch.device("cpu"))
+    assert compile_blocks((), Layout(), torch.device("cpu")) is None
     assert resolve_backend(Layout(), torch.device("cpu")) == "none"

@@ -67,7 +67,7 @@ def _place(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine
         expert_parallel.split_experts(model, devices, split=split)
     gathered = None
     if is_sharded["parameters"]:
-        gathered = fully_sharded.shard_parameters(model, devices, layout)
+        gathered = fully_sharded.shard_parameters(model, devices, experiment)
     else:
         apply_remat(model.blocks, layout.remat)
 

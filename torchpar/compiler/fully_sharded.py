@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compare.spec.axes import EP
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Experiment
 from torchpar.comm.collectives import chunk_slices
 from torchpar.compiler.placement import shard_axis
 from torchpar.dtensors import Placements, axis_names, from_local
+from torchpar.gathered import gathered_dtype
 from torchpar.mlp import BareParameter
 from torchpar.model import GPT
 from torchpar.remat import NO_REMAT, apply_remat
@@ -50,16 +51,19 @@ _OF_WEIGHTS = frozenset(
 
 
 class Gather(torch.autograd.Function):
-    """All-gather a shard along dp_shard in forward, reduce-scatter the gradient in backward."""
+    """All-gather a shard along dp_shard in forward, reduce-scatter the gradient in backward.
+
+    With a `gathered` dtype the shard is rounded to it first. The gradient is summed in the shard's dtype.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shard: DTensor) -> DTensor:
-        ctx.at_rest = shard.placements
-        return redistribute_shard_axis(shard, [Replicate()] * len(ctx.at_rest))
+    def forward(ctx: Any, shard: DTensor, gathered: torch.dtype | None) -> DTensor:
+        ctx.at_rest, ctx.dtype = shard.placements, shard.dtype
+        return redistribute_shard_axis(shard.to(gathered or shard.dtype), [Replicate()] * len(ctx.at_rest))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: DTensor) -> DTensor:
-        return redistribute_shard_axis(gradients[0], ctx.at_rest)
+    def backward(ctx: Any, *gradients: DTensor) -> tuple[DTensor, None]:
+        return redistribute_shard_axis(gradients[0].to(ctx.dtype), ctx.at_rest), None
 
 
 def redistribute_shard_axis(x: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -73,8 +77,8 @@ def redistribute_shard_axis(x: DTensor, placements: Sequence[Placement]) -> DTen
 class GatheredForStep:
     """Parameters that stay gathered from the first forward of a step to its end; modules read them here."""
 
-    def __init__(self, modules: Iterable[nn.Module]):
-        modules = list(modules)
+    def __init__(self, modules: Iterable[nn.Module], gather: Callable[[nn.Parameter], DTensor]):
+        modules, self._gather = list(modules), gather
         self._full: dict[torch.Tensor, DTensor] = {}
         self._shards = dict.fromkeys(p for module in modules for p in module.parameters(recurse=False))
         for module in modules:
@@ -83,27 +87,33 @@ class GatheredForStep:
     def gather(self, *_: Any) -> None:
         """Gather the parameters, unless they are gathered."""
         if not self._full:
-            self._full.update({shard: Gather.apply(shard) for shard in self._shards})
+            self._full.update({shard: self._gather(shard) for shard in self._shards})
 
     def free(self) -> None:
         """Free the gathered parameters: modules read shards again."""
         self._full.clear()
 
 
-def shard_parameters(model: GPT, devices: DeviceMesh, layout: Layout) -> GatheredForStep:
+def shard_parameters(model: GPT, devices: DeviceMesh, experiment: Experiment) -> GatheredForStep:
     """Stage 3: parametrize a model whose parameters are shards.
 
     Blocks gather in forward and again in backward; without reshard_after_forward only in forward. Returns the
     parameters that stay gathered, to be freed at the end of a step and of an evaluation.
     """
+    layout = experiment.layout
+    dtype_of = {p: gathered_dtype(name, experiment) for name, p in model.named_parameters()}
+
+    def gather(shard: nn.Parameter) -> DTensor:
+        return Gather.apply(shard, dtype_of[shard])
+
     reshards = layout.reshard_after_forward
     modules = [module for module in model.modules() if not is_split_by_ep(module, devices)]
     in_blocks = [module for block in model.blocks for module in block.modules()] if reshards else []
     in_blocks = [module for module in in_blocks if module in modules]
-    gathered = GatheredForStep(module for module in modules if module not in in_blocks)
+    gathered = GatheredForStep((module for module in modules if module not in in_blocks), gather)
     model.register_forward_pre_hook(gathered.gather)
     for module in in_blocks:
-        parametrize(module, Gather.apply)
+        parametrize(module, gather)
     for block in model.blocks:
         if reshards and layout.remat in NO_REMAT:
             block.forward = gather_in_backward(block.forward, devices)

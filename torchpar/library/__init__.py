@@ -6,8 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import loss_parallel
 
 from compare.spec.axes import CP, DATA, DP_SHARD, EP, PP, REPLICAS, SHARDS, TP
@@ -98,6 +100,10 @@ def _distribute(
         without_ep = (replicas.name, DP_SHARD) if replicas.size > 1 else DP_SHARD
         expert_devices = make_device_mesh(mesh, [PP, replicas.name, DP_SHARD, EP, TP])[without_ep]
         shard = partial(shard, shard_first=partial(make_expert_unit, mesh=expert_devices, **sharding))
+    if experiment.gathers_in_16_bits:
+        # Gradients are summed in float32, and activations keep the dtype that autocast gives them.
+        dtypes = {"param_dtype": getattr(torch, experiment.precision.dtype), "reduce_dtype": torch.float32}
+        shard = partial(shard, policy=MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False))
     for model in models:
         if has_replicas:
             shard(model, fill=partial(fill, model))

@@ -14,12 +14,13 @@ backward (FULL_SHARD).
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from torchpar.gpt_stages import GPTStages
@@ -33,19 +34,24 @@ def shard_parameters(
     reshard_after_forward: bool,
     fill: Callable[[Sequence[nn.Module]], None],
     shard_first: Callable[[nn.Module], None] = lambda block: None,
+    policy: MixedPrecisionPolicy | None = None,
 ) -> None:
     """Shard a GPT's parameters, gradients and optimizer state, and fill it block by block.
 
     Parameters become DTensors, sharded along dim 0. Gradients are averaged over the mesh: one-dimensional, or
-    (replicas, shards). One shard is plain replication. `shard_first` may make units inside of a block.
+    (replicas, shards). One shard is plain replication. `shard_first` may make units inside of a block. With a
+    `policy` the factors of products are gathered in its dtype, and the norms of a block are another unit.
     """
     apart = set[nn.Parameter]()  # parameters of these units
+    how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
     for block in model.blocks:
         fill([block])
         shard_first(block)
+        if policy:
+            fully_shard([module for name, module in block.named_children() if name.startswith("ln_")], **how)
         units = (unit for unit in block.modules() if isinstance(unit, FSDPModule))
         apart |= {parameter for unit in units for parameter in unit.parameters()}
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=apart)
+        fully_shard(block, ignored_params=apart, **how, **({"mp_policy": policy} if policy else {}))
     # The root has the embeddings and the head. Backward begins with them, so they stay after forward.
     fill([model])
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=apart)

@@ -14,6 +14,7 @@ from torchpar.comm.collectives import Axis
 from torchpar.comm.mesh import Mesh
 from torchpar.compilation import compile_blocks
 from torchpar.engine import Engine, Fill
+from torchpar.gathered import gathered_dtype
 from torchpar.gpt_stages import GPTStages, stages_of
 from torchpar.manual.context_parallel import split_sequence
 from torchpar.manual.data_parallel import DataParallel
@@ -99,6 +100,7 @@ def _shard(
         zero = FSDP(
             model,
             **how,
+            gathered={p: d for name, p in full.items() if (d := gathered_dtype(name, experiment))},
             units=units_of(model),
             zero=layout.zero,
             reshard_after_forward=layout.reshard_after_forward,

@@ -37,6 +37,7 @@ Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,16 +58,27 @@ class FlatParameters:
 
     Attributes:
         full: (n,) all parameters, which are views of it. Under zero 3 its storage is freed between uses.
-        shard: about (n / R,) this rank's part of `full`; under zero 1 and 2 a view of it.
+        shard: about (n / R,) this rank's part of `full`; under zero 1 and 2 a view of it. Under zero 3 `full`
+            may have 16 bits (`torchpar.gathered`), and the shard is as it is stored.
         pieces: for each parameter the view of its part of the shard.
         is_gathered: True if `full` has the values that the optimizers of all ranks made.
     """
 
     @torch.no_grad()
     def __init__(
-        self, parameters: Sequence[nn.Parameter], axis: Axis, *, zero: int, replicas: Axis, ranks: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        axis: Axis,
+        *,
+        zero: int,
+        replicas: Axis,
+        ranks: int,
+        gathered: torch.dtype | None = None,
     ):
-        """Flatten parameters that are sharded over `axis`; gradients are means over `ranks` ranks."""
+        """Flatten parameters that are sharded over `axis`; gradients are means over `ranks` ranks.
+
+        Under zero 3 `gathered` is the dtype of `full`; None: as the parameters are stored.
+        """
         self.parameters, self.axis, self.replicas = list(parameters), axis, replicas
         self.zero, self.ranks = zero, ranks
         self.starts = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
@@ -79,6 +91,7 @@ class FlatParameters:
             ranks_with_it.broadcast(self.full, purpose=REPLICATE)
         self.shard = self.full[self.own] if zero < 3 else self.full[self.own].clone()
         self.pieces = [nn.Parameter(self.shard[self.slice_of(n)]) for n in range(len(self.parameters))]
+        self.full = self.full.to(gathered or self.full.dtype)
         for index, parameter in enumerate(parameters):
             parameter.data = self.view(self.full, index)
         self.is_gathered = True
@@ -164,12 +177,12 @@ class FlatGradients:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if self.full is None:
-            self.full = torch.empty_like(self.flat.full)
+            self.full = self.flat.shard.new_empty(self.flat.full.shape)
         slot = self.flat.view(self.full, index)
         if index in self.used:
             slot.add_(gradient, alpha=1 / self.flat.ranks)
         else:
-            torch.div(gradient, self.flat.ranks, out=slot)
+            torch.div(gradient.to(slot.dtype), self.flat.ranks, out=slot)
             self.used.add(index)
         if is_last:
             self.ready.add(index)
@@ -262,6 +275,7 @@ class FSDP(nn.Module):
         inputs_only: types of modules, such as embeddings, whose backward does not read their weights: it
             gathers nothing for them.
         fill: gives the modules of a unit their first values, just before they are sharded.
+        gathered: under zero 3 the 16-bit dtype of the parameters that are gathered in it.
     """
 
     is_synchronizing = True
@@ -278,6 +292,7 @@ class FSDP(nn.Module):
         reshard_after_forward: bool,
         inputs_only: tuple[type[nn.Module], ...],
         fill: Callable[[Sequence[nn.Module]], None],
+        gathered: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({}),
     ):
         super().__init__()
         self.module, self._inputs_only = module, inputs_only
@@ -286,10 +301,13 @@ class FSDP(nn.Module):
         for modules in units:
             fill(modules)
             inside = {parameter for part in modules for parameter in part.parameters()}
-            by_axis = dict[Axis, list[nn.Parameter]]()  # experts apart: fewer ranks have them
+            # Experts apart, since fewer ranks have them; and parameters that are gathered in 16 bits.
+            alike = dict[tuple[Axis, torch.dtype | None], list[nn.Parameter]]()
             for parameter in (p for p in in_order if p in inside):
-                by_axis.setdefault(axis_of[parameter], []).append(parameter)
-            flats = [FlatParameters(some, axis, **how) for axis, some in by_axis.items()]
+                alike.setdefault((axis_of[parameter], gathered.get(parameter)), []).append(parameter)
+            flats = [
+                FlatParameters(some, axis, gathered=dtype, **how) for (axis, dtype), some in alike.items()
+            ]
             self.units.append(Unit(modules, flats, stays=zero == 2 or not reshard_after_forward))
         self.flats = [flat for unit in reversed(self.units) for flat in unit.flats]  # in backward's order
         self._forward_order = list[Unit]()  # units of this pass, as they began to run

@@ -52,9 +52,11 @@ class CompiledWork:
     def work(self, seen: ObservedWork) -> ObservedWork:
         """`seen` by the dispatcher in a step, with the operators of the graphs that ran in it.
 
-        Graphs of blocks have no logits: these are the dispatcher's.
+        Graphs of blocks have no logits: these are the dispatcher's. Without a watched step the first graph
+        counts, the graph of training.
         """
-        ran = [operator for number, runs in self._runs.items() for operator in self._graphs[number] * runs]
+        runs = self._runs or {0: 1}
+        ran = [operator for number, times in runs.items() for operator in self._graphs[number] * times]
         forward, again = Counter(part for part, _, _ in ran), Counter(part for part, _, re in ran if re)
         backend = "aot_eager" if seen.forward.get("activations") else "inductor"
         count = len(self._graphs)
@@ -64,7 +66,7 @@ class CompiledWork:
             return replace(
                 seen, compiled=compiled, forward=dict(forward), again=dict(again), logits_positions=positions
             )
-        sizes = {sum(part == "activations" for part, _, _ in self._graphs[number]) for number in self._runs}
+        sizes = {sum(part == "activations" for part, _, _ in self._graphs[number]) for number in runs}
         logits = [{"logits": of["logits"]} if "logits" in of else {} for of in (seen.forward, seen.again)]
         return replace(
             seen,

@@ -33,6 +33,8 @@ PROFILE_METHOD = (
     "every storage that an operator reads or writes, from its making to its end, position by operator; "
     "kernels' scratch memory is not seen"
 )
+INSIDE_A_PROGRAM = "; inside a program of inductor only products and messages are seen"
+"""What `CPU_METHOD` and `PROFILE_METHOD` lack if blocks or the model are compiled."""
 Tag = Class | Literal["messages"]
 PRECEDENCE: tuple[Tag, ...] = (
     "parameters",

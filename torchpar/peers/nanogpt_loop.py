@@ -50,7 +50,9 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     """
     fill(model)
     parameters = dict(model.named_parameters())
-    backend = "none" if experiment.layout.compile == "auto" else resolve_backend(experiment.layout, mesh.device)
+    backend = (
+        "none" if experiment.layout.compile == "auto" else resolve_backend(experiment.layout, mesh.device)
+    )
     return Engine(
         module=model,
         optimizer=make_optimizer(parameters, experiment),

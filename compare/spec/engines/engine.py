@@ -114,8 +114,22 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     def why_not_train(self, experiment: Experiment) -> str:
         """The reason why this engine cannot train an experiment; '' if it can."""
-        if (why := self.why_not(experiment.layout)) or not self.is_peer:
+        if why := self.why_not(experiment.layout):
             return why
+        if experiment.gathers_in_16_bits and self.sends_by == "pytorch":
+            unit = "FSDP2 has one dtype for a unit, and"
+            if experiment.layout.compile == "block":
+                return (
+                    f"precision.gather = products with layout.compile = block: {unit} a block's norms are their "
+                    "own, whose hooks torch.compile skips: leave one of them out"
+                )
+            if experiment.model.n_experts:
+                return (
+                    f"precision.gather = products with model.n_experts = {experiment.model.n_experts}: {unit} a "
+                    "router needs float32: set precision.gather = storage"
+                )
+        if not self.is_peer:
+            return ""
         if (dtype := experiment.precision.dtype) not in PEER_DTYPES:
             return f"precision.dtype = {dtype}; possible: {', '.join(PEER_DTYPES)}"
         for name, value in (
