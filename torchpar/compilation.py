@@ -15,7 +15,8 @@ makes one program for all of them, or with dropout one for each.
 """
 
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def compile_forward(module: nn.Module, backend: str) -> Compiled:
     return compiled.work
 
 
-def compile_blocks(blocks: Collection[nn.Module], layout: Layout, device: torch.device) -> Compiled | None:
+def compile_blocks(blocks: nn.ModuleList, layout: Layout, device: torch.device) -> Compiled | None:
     """Compile each block by itself at its first call, if the layout says so.
 
     Raises ValueError: inductor has no C++ compiler.
@@ -58,7 +59,7 @@ def compile_blocks(blocks: Collection[nn.Module], layout: Layout, device: torch.
         return None
     _require_compiler(layout, device)
     compiled = CompiledWork(BACKEND_OF_BLOCKS)
-    config = torch._dynamo.config
+    config: Any = torch._dynamo.config
     config.optimize_ddp = False  # DDP would cut the program of a block where its buckets end
     config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))  # training and evaluation
     for block in blocks:

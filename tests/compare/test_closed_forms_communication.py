@@ -36,6 +36,21 @@ def test_zero_sends_the_volume_of_its_paper(zero, volume):
     assert sum(textbook("torch-manual", one_pass).values()) == volume * 4 * N
 
 
+@pytest.mark.parametrize(
+    ("engine", "width"), [("torch-manual", 0.5), ("torch-library", 0.5), ("jax-manual", 1)]
+)
+def test_gathers_in_16_bits(engine, width):
+    """Norms and the ends of the model stay in float32. XLA on a CPU gathers float32."""
+    norms = L * 4 * C
+    halves = {"dtype": "bfloat16", "gather": "products"}
+    for layout in (Layout(dp_shard=4, zero=3), Layout(dp_shard=4, zero=2), Layout(dp_replicate=4)):
+        stored = edited(Experiment(model=MODEL, layout=layout), {"precision": {"dtype": "bfloat16"}})
+        before, after = textbook(engine, stored), textbook(engine, edited(stored, {"precision": halves}))
+        less = 2 * 4 * (1 - width) * (LAYERS - norms) if layout.zero == 3 else 0
+        assert before.pop(("dp_shard", "gather"), 0) - after.pop(("dp_shard", "gather"), 0) == less
+        assert before == after
+
+
 ENDS = C * (V + T + 2)
 LAYERS = N - ENDS
 

@@ -110,6 +110,20 @@ def test_config_of_a_fork_computes(config):
     assert experiment.model.vocab_size == 300
 
 
+@pytest.mark.parametrize(
+    ("lines", "compiled"),
+    [
+        ("compile = True", "inductor"),
+        ("compile = False", "none"),
+        ("compile = True\ndtype = 'float16'", "auto"),
+    ],
+)
+def test_config_compiles(config, lines, compiled):
+    """In float16 the loss scale would be a constant of the program."""
+    config.write_text(f"{SHAKESPEARE}\n{lines}\n")
+    assert read_config(config).experiment.layout.compile == compiled
+
+
 def test_flags_of_nanogpt_for_the_start(config, capsys):
     main(["run", str(config), "--init_from=scratch", "--dry_run", "--engines", "torch-manual"])
     assert "init_from" not in capsys.readouterr().err
@@ -173,6 +187,11 @@ def test_own_flags_follow_config(config, tmp_path, capsys):
     assert (found["data"]["source"], model["vocab_size"]) == (str(other), 50304)  # it has no meta.pkl
     said = [line.split(": ")[1] for line in printed.err.replace("\n", " ").split(f"{config}")[1:]]
     assert sorted(said) == ["compile", "device", "log_interval", "out_dir", "wandb_log"]
+    for value, words, compiled in (("True", "", "inductor"), ("False", "compile: nothing is", "auto")):
+        main(["run", str(config), f"--compile={value}", "--engines", "nanogpt-loop", "--dry_run", "--json"])
+        printed = capsys.readouterr()
+        assert words in printed.err
+        assert json.loads(printed.out)["experiment"]["layout"]["compile"] == compiled
     assert main(["bench", str(config), "--max_iters=10"]) == 2
     assert "--train.max_iters has no effect" in capsys.readouterr().err
     assert main(["run", str(config), "--eval_only=True"]) == 2

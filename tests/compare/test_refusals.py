@@ -32,6 +32,7 @@ from compare.spec.experiment import (
 )
 from tests.support.rows import short
 
+GATHER = "--preset fsdp --devices 2 --precision.dtype bfloat16 --precision.gather products"
 REFUSED = {
     # Unknown words
     "": "give a command, such as shardpair run",
@@ -126,6 +127,13 @@ REFUSED = {
     "run --engines jax-manual --layout.compile inductor": "--layout.compile has an effect only for torch-co",
     "run --layout.xla tuned": "--layout.xla has an effect only for JAX with --platform gpu",
     "run tuned.toml": "layout.xla = tuned with platform cpu: it sets options of XLA's GPU compiler",
+    "run --engines jax-manual --layout.compile block": "and block for torch-manual and torch-library: give",
+    "run --engines torch-manual --layout.compile inductor": "--layout.compile has an effect only for torch",
+    "run --engines torch-compiler --layout.compile block": "and block for torch-manual and torch-library: give",
+    "run --preset ddp --devices 2 --precision.gather products": "--precision.gather has an effect only for P",
+    "run --preset fsdp --devices 2 --precision.gather products": "--layout.zero 3 and 16 bits, such as --pre",
+    f"run --engines jax-manual {GATHER}": "--precision.gather has an effect only for PyTorch engines",
+    f"run --engines torch-library --layout.compile block {GATHER}": "whose hooks do not run (layout.compile",
     "run --optimizer.name sgd --layout.offload optimizer": "--layout.offload has an effect only with an o",
     "run --model.rope_base 5": "--model.rope_base has an effect only with --model.position rope",
     "run --model.balance 0.1": "--model.balance has an effect only with --model.n_experts",

@@ -23,7 +23,7 @@ CASES = [
 @pytest.mark.parametrize(("engine", "layout"), CASES)
 @on_ranks
 def test_gathers_in_16_bits_change_no_number(rank: int, engine: str, layout: Layout) -> None:
-    """A product rounds its weight anyway. gloo sums in an order that depends on the place in FSDP2's buffer."""
+    """A product rounds its weight anyway. gloo's order of a sum depends on the place in FSDP2's buffer."""
     found, sent = [], []
     for gather in ("storage", "products"):
         mixed = replace(ADAM, precision=Precision(dtype="bfloat16", gather=gather))

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare.contract.communication import LOSS
@@ -190,7 +191,7 @@ REFUSED = (
     ("torch-manual", replace(HALVED, compile="block"), "backward of a compiled block is one program"),
     ("torch-library", replace(HALVED, compile="block"), "backward of a compiled block is one program"),
     ("torch-manual", replace(BLOCK, cp=2, context="ring"), "no hop would hide behind a product"),
-    ("torch-compiler", BLOCK, "plans the messages of the whole step"),
+    ("torch-compiler", BLOCK, "plans the whole step"),
     ("torch-compiler", Layout(pp=2, schedule="gpipe", microbatches=2), "= gpipe: DTensor has no shift"),
     ("torch-compiler", Layout(cp=2, context="ring"), "= ring: .*no placement for keys in transit"),
     ("torch-compiler", Layout(cp=2, context="ulysses"), "= ulysses: .*with a gather"),
@@ -220,6 +221,6 @@ def test_backend_of_compilation(monkeypatch):
     with pytest.raises(
         ValueError, match=r"compile = block requires a C\+\+ compiler: install one or set none"
     ):
-        compile_blocks((), BLOCK, torch.device("cpu"))
-    assert compile_blocks((), Layout(), torch.device("cpu")) is None
+        compile_blocks(nn.ModuleList(), BLOCK, torch.device("cpu"))
+    assert compile_blocks(nn.ModuleList(), Layout(), torch.device("cpu")) is None
     assert resolve_backend(Layout(), torch.device("cpu")) == "none"

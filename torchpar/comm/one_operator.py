@@ -7,7 +7,8 @@ calls the collective. So the collective is sent and observed as it is without a 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -36,7 +37,8 @@ def as_one_operator(shape_of: Callable[..., Sequence[int]]) -> Callable[[Method]
     """
 
     def decorate(method: Method) -> Method:
-        name, dims = method.__name__, [*inspect.signature(method).parameters][2:-1]
+        name = cast(FunctionType, method).__name__
+        dims = [*inspect.signature(method).parameters][2:-1]
         _COLLECTIVES[name] = _Collective(method, dims, shape_of)
 
         @wraps(method)
@@ -46,7 +48,7 @@ def as_one_operator(shape_of: Callable[..., Sequence[int]]) -> Callable[[Method]
             all_values = [*values, *(named[dim] for dim in dims if dim in named)]
             return torch.ops.shardpair.collective(x, name, axis.key, all_values, purpose)
 
-        return call  # ty: ignore[invalid-return-type]
+        return cast(Method, call)
 
     return decorate
 

@@ -66,8 +66,9 @@ class Gather(torch.autograd.Function):
         return redistribute_shard_axis(gradients[0].to(ctx.dtype), ctx.at_rest), None
 
 
-def redistribute_shard_axis(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+def redistribute_shard_axis(x: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
     """Redistribute x along dp_shard alone: along other axes it may stay a partial sum."""
+    assert isinstance(x, DTensor)
     # From Shard to Replicate an all-gather, from Partial to Shard a reduce-scatter. Stage 1 calls it for each
     # gradient after the last backward, stage 2 in a hook on the gradient of each pass.
     axis, now = axis_names(x.device_mesh).index(shard_axis(x.device_mesh)), x.placements

@@ -117,17 +117,15 @@ class Engine(Struct, frozen=True, kw_only=True):
         if why := self.why_not(experiment.layout):
             return why
         if experiment.gathers_in_16_bits and self.sends_by == "pytorch":
-            unit = "FSDP2 has one dtype for a unit, and"
+            one_dtype = "precision.gather = products gives a unit of FSDP2 one dtype, and"
             if experiment.layout.compile == "block":
                 return (
-                    f"precision.gather = products with layout.compile = block: {unit} a block's norms are their "
-                    "own, whose hooks torch.compile skips: leave one of them out"
+                    f"{one_dtype} norms need float32, so they would be a unit inside of a compiled block, "
+                    "whose hooks do not run (layout.compile = block): leave one of them out"
                 )
             if experiment.model.n_experts:
-                return (
-                    f"precision.gather = products with model.n_experts = {experiment.model.n_experts}: {unit} a "
-                    "router needs float32: set precision.gather = storage"
-                )
+                experts = f"model.n_experts = {experiment.model.n_experts}"
+                return f"{one_dtype} a router needs float32 ({experts}): set precision.gather = storage"
         if not self.is_peer:
             return ""
         if (dtype := experiment.precision.dtype) not in PEER_DTYPES:

@@ -187,7 +187,7 @@ def _rejected_by_placements(layout: Layout) -> str:
             f"over both axes as one, and experts over ep alone, on another mesh: set them equal"
         )
     if layout.compile == "block":
-        return "layout.compile = block: DTensor plans the messages of the whole step: choose aot_eager or inductor"
+        return "layout.compile = block: DTensor plans the whole step: choose aot_eager or inductor"
     if layout.compile in ("aot_eager", "inductor") and layout.remat == "full":
         return (
             f"layout.compile = {layout.compile} with layout.remat = full: torch.compile cannot recompute "
