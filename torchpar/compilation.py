@@ -51,7 +51,7 @@ def compile_forward(module: nn.Module, backend: str) -> Compiled:
 
 
 def compile_blocks(blocks: nn.ModuleList, layout: Layout, device: torch.device) -> Compiled | None:
-    """Compile each block by itself at its first call, if the layout says so.
+    """Compile each block by itself at its first call. None: the layout compiles no blocks.
 
     Raises ValueError: inductor has no C++ compiler.
     """

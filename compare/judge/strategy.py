@@ -12,7 +12,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from compare.contract.communication import GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS
+from compare.contract.communication import GRADIENTS, PARAMETERS, REPLICATED_GRADIENTS, TIED_GRADIENTS
 from compare.contract.record import Record, read_tensors
 from compare.contract.request import Rung as Recorded
 from compare.contract.work import Kept
@@ -134,12 +134,16 @@ def _read_dtypes(run: Observed) -> Iterator[Finding]:
         is_of_gradients = row.purpose in (GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS)
         is_of_stream = (row.kind, row.axis) == ("permute", PP)
         what = "gradients" if is_of_gradients else "streams" if is_of_stream else ""
+        if (row.kind, row.purpose) == ("all_gather", PARAMETERS) and not run.engine.is_jax:
+            what = "weights"
         if what and row.dtype:
             sent.setdefault(what, set()).update(OF_HLO.get(dtype, dtype) for dtype in row.dtype.split(", "))
     if _infers_shapes(run) and "streams" in sent:
         sent["streams"] -= {"int32", "int64", "uint8"}  # the shapes
     for what, dtypes in sent.items():
-        yield Finding(f"dtype of {what} that are sent", stored, ", ".join(sorted(dtypes)))
+        in_16_bits = what == "weights" and run.experiment.gathers_in_16_bits
+        expected = sorted({stored, asked} if in_16_bits else {stored})  # norms stay as they are stored
+        yield Finding(f"dtype of {what} that are sent", ", ".join(expected), ", ".join(sorted(dtypes)))
 
 
 def _infers_shapes(run: Observed) -> bool:

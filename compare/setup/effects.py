@@ -19,7 +19,7 @@ def _reduces_buckets(case: Case) -> bool:
 
 
 def _compiles(case: Case) -> bool:
-    """Whether the engine can compile, and so as `layout.compile` says."""
+    """Whether the engine can carry out `layout.compile`."""
     compiles, value = ENGINES[case.engine].layouts.compiles, case.experiment.layout.compile
     return bool(compiles) and (value in ("auto", "none") or value in compiles)
 

@@ -129,7 +129,7 @@ REFUSED = {
     "run tuned.toml": "layout.xla = tuned with platform cpu: it sets options of XLA's GPU compiler",
     "run --engines jax-manual --layout.compile block": "and block for torch-manual and torch-library: give",
     "run --engines torch-manual --layout.compile inductor": "--layout.compile has an effect only for torch",
-    "run --engines torch-compiler --layout.compile block": "and block for torch-manual and torch-library: give",
+    "run --engines torch-compiler --layout.compile block": "and block for torch-manual and torch-library",
     "run --preset ddp --devices 2 --precision.gather products": "--precision.gather has an effect only for P",
     "run --preset fsdp --devices 2 --precision.gather products": "--layout.zero 3 and 16 bits, such as --pre",
     f"run --engines jax-manual {GATHER}": "--precision.gather has an effect only for PyTorch engines",

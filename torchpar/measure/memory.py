@@ -34,7 +34,7 @@ PROFILE_METHOD = (
     "kernels' scratch memory is not seen"
 )
 INSIDE_A_PROGRAM = "; inside a program of inductor only products and messages are seen"
-"""What `CPU_METHOD` and `PROFILE_METHOD` lack if blocks or the model are compiled."""
+"""Added to `CPU_METHOD` and `PROFILE_METHOD` if blocks or the model are compiled."""
 Tag = Class | Literal["messages"]
 PRECEDENCE: tuple[Tag, ...] = (
     "parameters",
