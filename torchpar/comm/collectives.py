@@ -100,9 +100,8 @@ class Axis:
 
     def __init__(self, name: str, *, size: int, rank: int, group: ProcessGroup | None):
         self.name, self.size, self.rank, self.group = name, size, rank, group
-        self.key = str(group.group_name) if group else ""
-        if group:
-            AXES[self.key] = self
+        self.key = f"{name} of {group.group_name}" if group else name
+        AXES[self.key] = self
 
     @classmethod
     def from_group(cls, group: ProcessGroup) -> "Axis":

@@ -25,7 +25,7 @@ class _Collective(NamedTuple):
 
 
 AXES: dict[str, Any] = {}
-"""Axes by the name of their process group."""
+"""Axes by their key: joined axes may have the same process group."""
 _COLLECTIVES: dict[str, _Collective] = {}
 
 
