@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -20,7 +21,7 @@ from compare.show.findings import Column, Findings, table_of
 from compare.show.terminal import print_findings
 from compare.spec.axes import CP, DP_REPLICATE, DP_SHARD, EP, PP, TP, parts_of
 from compare.spec.checks import check
-from compare.spec.engines.registry import ENGINES, REFERENCE
+from compare.spec.engines.registry import ENGINES, JAX, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, Layout, edited
 from compare.terminal import errors_console
 from compare.text import human_bytes
@@ -104,6 +105,7 @@ class Plan(ExperimentFlags, frozen=True, kw_only=True):
         best: dict[tuple[object, ...], Candidate] = {}
         for candidate in fitting:
             best.setdefault(candidate.kind, candidate)
+        by_jax = [one for one in fitting if not all(engine.why_not(one.layout) for engine in JAX.engines)]
         title = (
             f"Layouts that fit, least bytes first, one for each tp, cp, ep, pp and ZeRO stage ({len(best)})"
         )
@@ -119,9 +121,28 @@ class Plan(ExperimentFlags, frozen=True, kw_only=True):
             ],
             tables=[table_of(title, COLUMNS, list(best.values())[:SHOWN])] if best else [],
             left_out=dict(itertools.islice(refused.items(), REASONS)),
+            notes=[
+                "the exact memory of a layout, from XLA's compiler for a chip: "
+                + ledger_command(
+                    self.default_experiment(self.experiment), with_layout(experiment, one), self.experiment
+                )
+                for one in by_jax[:1]
+            ],
         )
         print_findings(findings, as_json=self.json)
         return 0 if fitting else 1
+
+
+def ledger_command(base: Experiment, spec: Experiment, name: str) -> str:
+    """The command that compiles a layout for GPUs and prints its memory. `base` is the named experiment."""
+    flags = []
+    for section, fields in msgspec.to_builtins(spec).items():
+        for key, value in fields.items():
+            if value != getattr(getattr(base, section), key):
+                is_flag = isinstance(value, bool)
+                flag = f"--{section}.{'no_' if value is False else ''}{key}"
+                flags.append(flag if is_flag else f"{flag} {value}")
+    return f"shardpair ledger {name} --chip h100x{spec.layout.devices} {' '.join(flags)}"
 
 
 COLUMNS = (
@@ -223,6 +244,15 @@ def ways(experiment: Experiment, layout: Layout, *, fixed: frozenset[str]) -> It
             )
 
 
+def with_layout(experiment: Experiment, candidate: Candidate) -> Experiment:
+    """The unchecked experiment with the layout and the passes of a candidate."""
+    train = {
+        "batch_size": candidate.batch_size,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+    }
+    return replace(edited(experiment, {"train": train}), layout=candidate.layout)
+
+
 def estimate(engine: str, experiment: Experiment, candidate: Candidate) -> Candidate:
     """Fill in the memory and bytes of a candidate. Raises ExperimentError: the layout is not legal."""
     layout = candidate.layout
@@ -231,11 +261,7 @@ def estimate(engine: str, experiment: Experiment, candidate: Candidate) -> Candi
             f"the data-parallel devices do not divide {experiment.sequences_per_step} sequences a step: "
             f"change train.batch_size"
         )
-    train = {
-        "batch_size": candidate.batch_size,
-        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
-    }
-    spec = check(replace(edited(experiment, {"train": train}), layout=layout))
+    spec = check(with_layout(experiment, candidate))
     ENGINES[engine].require_experiment(spec)
     ends = {0, layout.pp - 1}
     memory = [peak_of_stage(engine, spec, stage=stage) for stage in ends]

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from compare.commands.ledger.chips import Program
 from compare.commands.lesson import holdings, rings
 from compare.commands.lesson.listing import read_file
 from compare.commands.lesson.page import write_lesson
+from compare.contract.chips import ChipProgram
 from compare.contract.communication import GRADIENTS, PARAMETERS, Communication, ring_wire_bytes
 from compare.contract.ledger import Ledger
 from compare.contract.record import read_record
@@ -204,6 +206,34 @@ def test_headline_is_one_line(tmp_path):
     (headline,) = re.findall('<p class="verdict pass">(.*?)</p>', page)
     assert "not compared" not in headline
     assert "<li>not compared: bytes sent (no closed form; yet).</li>" in page
+
+
+def test_chip_has_a_column(tmp_path):
+    outcome, records = made_by_hand(tmp_path / "run", "")
+    gather = Communication(
+        kind="all_gather",
+        axis=DP_SHARD,
+        calls=28,
+        bytes=12_600_000,
+        wire_bytes=0,
+        purpose="parameters",
+        dtype="bf16",
+        is_async=True,
+    )
+    facts = {"state_bytes": 1, "peak_bytes": 1, "compile_s": 1.0, "is_cached": False, "device": "TPU"}
+    program = Program(
+        case="jax-manual",
+        engine="jax-manual",
+        chip="v5e:2x4",
+        experiment=outcome.experiment,
+        program=ChipProgram(ledger=Ledger(rows=[gather]), versions={}, **facts),
+    )
+    write_lesson(STRATEGY, outcome, records, tmp_path / "page.html", [program])
+    page = (tmp_path / "page.html").read_text()
+    assert '<th scope="col">jax-manual on v5e:2x4</th>' in page
+    (row,) = re.findall(rf'<tr id="row-all_gather-{DP_SHARD}-parameters">(.*?)</tr>', page, re.DOTALL)
+    assert row.endswith("<td>12.6 MB bf16 in 28; 28 asynchronous</td>")
+    assert page.count("28 asynchronous") == 1
 
 
 def test_ring_has_the_devices_of_the_run():

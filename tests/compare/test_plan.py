@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 
 import msgspec
 import pytest
@@ -146,3 +147,11 @@ def test_plan_refuses(capsys, arguments, message):
     streams = capsys.readouterr()
     assert message in " ".join(streams.err.split())
     assert streams.out == ""
+
+
+def test_plan_names_the_command_of_the_exact_memory(capsys):
+    assert main(["plan", "demo", "--devices", "8", "--layout.dp_shard", "8", "--layout.zero", "3"]) == 0
+    (command,) = re.findall("exact memory.*: shardpair (ledger .*)", capsys.readouterr().out)
+    assert main([*command.split(), "--dry_run"]) == 0
+    assert "jax-manual on h100x8" in capsys.readouterr().out.splitlines()
+    assert "--layout.dp_shard 8" in command

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import tyro
 
+from compare.commands.ledger.chips import Program, compile_all
 from compare.commands.run import Run
 from compare.execute.cpu_load import warn_of_load
-from compare.execute.folders import check_output
-from compare.flags import SidePythons, defaults_for
-from compare.judge.outcome import read_run
+from compare.execute.folders import check_output, default_cache
+from compare.flags import SidePythons, defaults_for, find_pythons
+from compare.judge.outcome import read_outcome, read_run
+from compare.setup.chips import chip_of, devices_of
 from compare.setup.lessons import FOLDERS, LESSONS
+from compare.setup.presets import spread
+from compare.spec.engines.registry import JAX
+from compare.spec.experiment import Experiment, edited
 from compare.system.tensors import RecordError
 from compare.terminal import errors_console, print_json, results_console
 
@@ -32,6 +37,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
     Try:
       shardpair lesson fully_sharded
       shardpair lesson tensor_parallel --output tensor_parallel.html
+      shardpair lesson fully_sharded --chip v5e:2x4          (and what XLA sends on TPUs that are not here)
       shardpair lesson data_parallel --results runs/demo-20260101-120000    (of a run that was made before)
     """
 
@@ -41,6 +47,11 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """File of the page. Default: lesson.html in the folder of the run."""
     results: Path | None = None
     """Train nothing: write the page from a finished run whose layout has the strategy."""
+    chip: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Chip that need not be here, as of `shardpair ledger --chip`: a column for each JAX engine. The strategy
+    has all devices of the chip. A TPU or a GPU computes in bfloat16 instead of float64."""
+    cache_dir: str = default_cache()
+    """Folder of programs compiled for --chip; '' for none."""
     timeout_s: float = 600.0
     """Seconds without progress after which an engine is ended."""
     quiet: bool = False
@@ -68,6 +79,8 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             jax_python=self.jax_python,
             torch_python=self.torch_python,
         )
+        experiment = read_outcome(self.results).experiment if self.results else run.resolve()
+        programs = self.on_chips(experiment)
         folder = self.results or run.run()[1]
         page = self.output or folder / "lesson.html"
         outcome, of_cases = read_run(folder)
@@ -75,7 +88,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         records = {engine: of_engines[engine] for engine in FOLDERS if engine in of_engines}
         if not records:
             raise RecordError(f"{folder} has no record of {', '.join(FOLDERS)}: a lesson is made from theirs")
-        write_lesson(self.strategy, outcome, records, page)
+        write_lesson(self.strategy, outcome, records, page, programs)
         passed, sentence = outcome.passed, outcome.sentence()
         if self.json:
             facts = {"strategy": self.strategy, "page": str(page), "run_dir": str(folder)}
@@ -87,3 +100,22 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
             console.print(sentence, style="bold green" if passed else "bold red", soft_wrap=True)
             console.print(f"lesson: {page}", soft_wrap=True)
         return 0 if passed else 1
+
+    def on_chips(self, experiment: Experiment) -> list[Program]:
+        """The strategy's step of each JAX engine, compiled for the chips. Raises as `compile_all`."""
+        programs = []
+        for chip in map(chip_of, self.chip):
+            spec = experiment
+            if chip.compiler != "cpu" and experiment.precision.dtype == "float64":
+                spec = edited(experiment, {"precision": {"dtype": "bfloat16"}})
+            lesson = LESSONS[self.strategy]
+            spec = spread(spec, lesson.preset, devices_of(chip) or experiment.layout.devices)
+            engines = [engine.name for engine in JAX.engines if not engine.why_not(spec.layout)]
+            programs += compile_all(
+                {engine: (engine, spec) for engine in engines},
+                [chip],
+                python=find_pythons(self)[JAX.name],
+                cache_dir=self.cache_dir,
+                tell=(lambda _: None) if self.quiet else errors_console().print,
+            ).programs
+        return programs

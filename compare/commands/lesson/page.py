@@ -1,13 +1,14 @@
 """The page of a lesson, from a finished run of several engines and from the tree that runs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 from pygments.formatters.html import HtmlFormatter
 
 from compare.commands.ledger import engine_ledgers, layouts_of, table_of_layout
+from compare.commands.ledger.chips import Program, sent_in_words
 from compare.commands.lesson import holdings, rings
 from compare.commands.lesson.listing import File, anchor_of, read_file
 from compare.commands.memory import memory_tables
@@ -44,10 +45,17 @@ class Source(Struct, frozen=True, kw_only=True):
     """Other places that a row comes from, if no line of these files causes it."""
 
 
-def write_lesson(strategy: str, outcome: Outcome, records: Mapping[str, Record], output: Path) -> None:
+def write_lesson(
+    strategy: str,
+    outcome: Outcome,
+    records: Mapping[str, Record],
+    output: Path,
+    programs: Sequence[Program] = (),
+) -> None:
     """Write the page of a strategy from the records of a finished run, by engine.
 
-    An engine without a record has no column. Raises ExperimentError: the layout does not have the strategy.
+    `programs` were compiled for chips that are not here; each has a column of messages. An engine without a
+    record has no column. Raises ExperimentError: the layout does not have the strategy.
     """
     lesson, experiment = LESSONS[strategy], next(iter(records.values())).manifest.experiment
     if experiment.layout.axes[lesson.axis] == 1:
@@ -62,12 +70,15 @@ def write_lesson(strategy: str, outcome: Outcome, records: Mapping[str, Record],
     sent = {
         engine: {key_of(row): row for row in summed(record.ledger.rows)} for engine, record in records.items()
     }
+    on_chips = {f"{one.engine} on {one.chip}": sent_on_chip(one) for one in programs}
     most: dict[Key, int] = {}
     carried: dict[str, dict[str, None]] = {}
     for key, row in (item for rows in sent.values() for item in rows.items()):
         most[key] = max(row.bytes, most.get(key, 0))
         if row.kind in rings.RINGS and row.bytes > SCALAR * row.calls and row.purpose != METRICS:
             carried.setdefault(row.kind, {})[row.purpose] = None
+    for key in (key for words in on_chips.values() for key in words):
+        most.setdefault(key, 0)
     keys = sorted(most, key=lambda key: (-most[key], key))
     layout = layout_in_words(experiment, outcome.platform)
     headline, *exceptions = re.split(r"; (?![^(]*\))", outcome.sentence())
@@ -116,8 +127,20 @@ def write_lesson(strategy: str, outcome: Outcome, records: Mapping[str, Record],
         sources=sources,
         engines=ENGINES,
         sent=sent,
+        on_chips=on_chips,
         anchors={key: "row-" + re.sub(r"\W+", "-", "-".join(filter(None, key))) for key in keys},
     )
+
+
+def sent_on_chip(one: Program) -> dict[Key, str]:
+    """Bytes, dtypes and calls of a compiled program in words, by row of the page's table."""
+    by_key: dict[Key, list[Communication]] = {}
+    for row in one.rows:
+        by_key.setdefault(key_of(row), []).append(row)
+    return {
+        key: f"{sent_in_words(rows)}; {sum(row.calls for row in rows if row.is_async):,} asynchronous"
+        for key, rows in by_key.items()
+    }
 
 
 def read_source(strategy: str, engine: str, record: Record) -> Source:
