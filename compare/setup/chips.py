@@ -8,6 +8,7 @@ from pathlib import Path
 
 from compare.contract.chips import Chip
 from compare.spec.experiment import Experiment, ExperimentError
+from compare.spec.xla import xla_options
 
 TPUS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
 """Generation of a TPU -> dims of its torus."""
@@ -58,7 +59,7 @@ def chips_of(names: Sequence[str]) -> tuple[list[Chip], int]:
 
 
 def require_chip(chip: Chip, experiment: Experiment) -> None:
-    """Reject a layout of another number of devices, and float64 on a TPU. Raises ExperimentError."""
+    """Reject another number of devices, or settings that the chip lacks. Raises ExperimentError."""
     count, needed = devices_of(chip), experiment.layout.devices
     if chip.compiler != "cpu" and count != needed:
         raise ExperimentError(
@@ -67,3 +68,8 @@ def require_chip(chip: Chip, experiment: Experiment) -> None:
         )
     if chip.compiler == "tpu" and experiment.precision.dtype == "float64":
         raise ExperimentError(f"--chip {chip.name}: a TPU has no float64: add --precision.dtype bfloat16")
+    if chip.compiler != "cuda" and xla_options(experiment.layout):
+        raise ExperimentError(
+            f"--chip {chip.name}: layout.xla = {experiment.layout.xla} sets options of XLA's GPU compiler: "
+            f"leave it out"
+        )

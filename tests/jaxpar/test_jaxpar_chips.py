@@ -18,6 +18,7 @@ from jaxpar import ahead_of_time
 from jaxpar.ahead_of_time import absent_devices, compile_ahead, state_like
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.measure.ledger import read_ledger
+from jaxpar.measure.memory import planned_memory
 from jaxpar.programs import compile_program, trace_train
 from jaxpar.train import initial_state, make_engine
 
@@ -131,6 +132,7 @@ def test_program_of_shapes_is_that_of_a_run(request_of_tiny):
         assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding)
     step = compile_program(engine, trace_train(engine, state))
     assert summed(found.ledger.rows) == summed(read_ledger(step.as_text() or "", engine.mesh.shape).rows)
+    assert found.peak_bytes == planned_memory(step) > found.state_bytes
     assert (found.is_cached, again.is_cached) == (False, True)
     assert replace(again, is_cached=False) == found
     other = replace(experiment, optimizer=replace(experiment.optimizer, beta1=0.5))

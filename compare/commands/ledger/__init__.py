@@ -102,12 +102,14 @@ class Ledger(Spread, frozen=True, kw_only=True):
         if others := [name for name in self.engines if name not in JAX_ENGINES]:
             raise ExperimentError(f"--engines {others[0]}: --chip takes {', '.join(JAX_ENGINES)}")
         chips, count = chips_of(self.chip)
-        study = self
+        study = replace(self, platform="gpu" if any(chip.compiler == "cuda" for chip in chips) else "cpu")
         if count and self.devices is None and (self.preset or self.presets):
-            study = replace(self, devices=count)
-        found, left_out = study.cases(study.resolve())
+            study = replace(study, devices=count)
+        planned = study.plan()
         cases = {
-            name: (case.engine, case.experiment) for name, case in found.items() if case.engine in JAX_ENGINES
+            name: (case.engine, case.experiment)
+            for name, case in planned.cases.items()
+            if case.engine in JAX_ENGINES
         }
         for chip, (_, experiment) in itertools.product(chips, cases.values()):
             require_chip(chip, experiment)
@@ -122,7 +124,7 @@ class Ledger(Spread, frozen=True, kw_only=True):
             cache_dir=self.cache_dir,
             tell=(lambda _: None) if self.quiet else errors_console().print,
         )
-        ours = {name: why for name, why in left_out.items() if name.partition(".")[0] in JAX_ENGINES}
+        ours = {name: why for name, why in planned.left_out.items() if name.partition(".")[0] in JAX_ENGINES}
         compiled = replace(compiled, left_out=ours | compiled.left_out)
         findings = findings_of_chips(compiled, places=self.rows)
         print_findings(findings, as_json=self.json)
