@@ -120,7 +120,7 @@ REFUSED = {
     "v5e:2x4 --engines torch-manual": "--engines torch-manual: --chip takes jax-compiler",
     "v5e:2x4 --precision.dtype float64": "a TPU has no float64: add --precision.dtype bfloat16",
     "v5e:2x4 --layout.xla tuned": "layout.xla has an effect only for JAX with --platform gpu",
-    "h100x8 --chip v5e:2x4 --layout.xla tuned": "layout.xla = tuned sets options of XLA's GPU compiler: leave it out",
+    "h100x8 --chip v5e:2x4 --layout.xla tuned": "sets options of XLA's GPU compiler: leave it out",
     "v5e:2x4 --optimizer.beta2 0.9 --optimizer.name sgd": "optimizer.beta2",
     "v5e:2x4 --run_dir x": "--chip compiles programs and trains nothing: leave out --run_dir",
 }
