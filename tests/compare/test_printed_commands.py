@@ -60,6 +60,7 @@ ADVICE = {
     "shardpair lesson {strategy}": [f"shardpair lesson {name}" for name in LESSONS],
     "shardpair lesson {name} --results {of}": [f"shardpair lesson fully_sharded --results {RUN}"],
     "shardpair ledger --results {of} --rows": [f"shardpair ledger --results {RUN} --rows"],
+    "shardpair ledger {name} --chip": [],  # test_plan.py runs it
     "shardpair {self.study} --continue {shlex.quote(str(folder))}": [
         f"shardpair {word} --continue {RUN}" for word in STUDIES if word != "resume"
     ],
