@@ -21,6 +21,9 @@ COMMAND = re.compile(r"^\$ (.*)\n", re.MULTILINE)
 TIMED = re.compile(r"\b(time|ms|s|tokens/s|GFLOP/s|CPU|compilation|first step|busy|load)\b|\u00d7")
 """Words of lines whose numbers differ from run to run."""
 
+BUSY = "Other processes used "
+"""Start of a warning that a page does not show: the machine was busy."""
+
 
 def pages() -> list[Path]:
     """Pages that contain console blocks."""
@@ -46,13 +49,13 @@ def rewritten(page: str, outputs: Iterator[str]) -> str:
 
 
 def comparable(output: str) -> list[str]:
-    """Lines of an output without layout and numbers that differ from run to run."""
+    """Lines of an output without layout, numbers that differ from run to run, and warnings of load."""
     lines = []
     for line in output.splitlines():
         line = re.sub(r"\d{8}-\d{6}", "TIME", re.sub(r"\d+(\.\d+)?e-\d+", "ERROR", line))
         line = re.sub(r"\d[\d,.]*", "N", line) if TIMED.search(line) else line
         lines.append(" ".join(re.sub(r"[─━]+", "", line).split()))
-    return [line for line in lines if line]
+    return [line for line in lines if line and not line.startswith(BUSY)]
 
 
 def outputs(page: str, folder: Path, python: str = sys.executable) -> Iterator[str]:
@@ -62,7 +65,7 @@ def outputs(page: str, folder: Path, python: str = sys.executable) -> Iterator[s
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} -m compare "$@"\n')
     program.chmod(0o755)
     path = os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT), "PATH": path}
+    environment = {**os.environ, "COLUMNS": "120", "PATH": path}
     for command, _ in commands(page):
         done = subprocess.run(command, shell=True, cwd=folder, env=environment, stdout=PIPE, text=True)
         lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]

@@ -1,5 +1,6 @@
 """Fixtures of all tests. Parity runs in float64; nothing here is timed; no process outlives its test."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """Keep Python's garbage collector from visiting all that has been imported, in every test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
     """Note for `no_process_left` whether the test failed."""
@@ -65,9 +72,9 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache_dir(shared_folder: Path) -> str:
-    """One compilation cache for all tests and workers: a step on one device is compiled once."""
-    return str(shared_folder / "compiled")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The compilation cache of a worker. JAX warns of an entry that another process has half written."""
+    return str(tmp_path_factory.getbasetemp() / "compiled")
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,20 @@ from tests.support.records import outcome_of
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", console.pages(), ids=lambda page: page.stem)
-def test_page_shows_true_output(page, tmp_path):
+def test_page_shows_true_output(page, tmp_path, request):
+    if page.stem == "README":  # which makes a hundred steps: better kernels are cheaper
+        request.getfixturevalue("default_xla")
     text = page.read_text()
     shown = [output for _, output in console.commands(text)]
     found = console.outputs(text, tmp_path, warm.python())
     for (command, _), old, new in zip(console.commands(text), shown, found, strict=True):
         assert console.comparable(new) == console.comparable(old), f"{command}: run `make docs`"
+
+
+def test_environment_of_a_page_is_inherited(tmp_path, monkeypatch):
+    """A warm Python leaves a command with another PYTHONPATH to a real one, which imports for seconds."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert [*console.outputs("```console\n$ env | grep -c ^PYTHONPATH=\n```", tmp_path)] == ["0\n"]
 
 
 def test_changed_output_is_found():

@@ -161,7 +161,7 @@ def run_here(*command: str) -> None:
 @pytest.mark.slow
 def test_cut_link_is_named(tmp_path):
     with net_hosts(2, tmp_path) as hosts:
-        endless.write_request(tmp_path, devices=2, timeout_s=4.0)
+        endless.write_request(tmp_path, devices=2, timeout_s=8.0)  # a link that is back needs seconds
         run = [sys.executable, "-m", "torchpar", str(tmp_path)]  # a user's command on each host
         places = [Process(k, 2, 0, hosts.address(0), 29511).variables for k in range(2)]
         lines = [["env", *(f"{key}={value}" for key, value in place.items()), *run] for place in places]

@@ -33,8 +33,8 @@ SGD = replace(ADAM, optimizer=Optimizer(name="sgd", momentum=0.9, grad_clip=0.0)
 close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 
 
-def make_gpt() -> GPT:
-    model = GPT(CONFIG).double()
+def make_gpt(config: Model = CONFIG) -> GPT:
+    model = GPT(config).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():  # biases too, to expose a doubled one
@@ -50,7 +50,7 @@ def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference(experiment: Experiment, steps: int = 2) -> dict[str, dict[str, torch.Tensor]]:
     """The gradients of the last step before clipping, and weights and moments after it."""
-    model, config = make_gpt(), experiment.optimizer
+    model, config = make_gpt(experiment.model), experiment.optimizer
     named = dict(model.named_parameters())
     optimizer = make_optimizer(named, experiment)
     for step in range(steps):
@@ -77,7 +77,7 @@ def make_parallel(
     make_engine: MakeEngine, layout: Layout, rank: int, experiment: Experiment, model: GPT | None = None
 ) -> tuple[Engine, Mesh]:
     mesh, experiment = make_mesh(layout, rank=rank, device=CPU), replace(experiment, layout=layout)
-    return make_engine(model or make_gpt(), experiment, mesh, keep_values), mesh
+    return make_engine(model or make_gpt(experiment.model), experiment, mesh, keep_values), mesh
 
 
 def backward(engine: Engine, mesh: Mesh, step: int, layout: Layout = ADAM.layout) -> torch.Tensor:

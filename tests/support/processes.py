@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Iterable
 import psutil
 import pytest
 
-PATIENCE_S = 600.0
-GONE_S = 30.0  # for what is about to end
+PATIENCE_S = 1800.0
+GONE_S = 120.0  # for what is about to end
 SETTLED_S = 5.0  # a process between fork and exec may have an empty environment
 MARK = "SHARDPAIR_TESTS"
 SERVER = "warm.serve"

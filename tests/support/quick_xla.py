@@ -12,7 +12,13 @@ import os
 import subprocess
 import sys
 
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+QUICK = " ".join(
+    [
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",  # each part has a copy of what the kernels share
+    ]
+)
 KNOWN_TO = ("0.10.",)  # versions of jaxlib that have been seen to take the flags
 
 

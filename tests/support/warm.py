@@ -14,6 +14,7 @@ with other variables of `READ_AT_IMPORT` than the server has.
 
 import atexit
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -44,9 +45,19 @@ from tests.support import processes
 
 PRELOADED = {
     "compare": ("compare.cli", "matplotlib.figure"),
-    "jaxpar": ("jax", "jax.numpy", "optax", "flax.nnx", "jaxpar.__main__"),
+    "jaxpar": (
+        "jax",
+        "jax.numpy",
+        "optax",
+        "flax.nnx",
+        "jaxlib.mlir.dialects.mhlo",
+        "jaxpar.__main__",
+        "jaxpar.configuration",
+        "jaxpar.train",
+    ),
     "torchpar": (
         "torch",
+        "numpy.ma",
         "torch._dynamo",
         "torch.distributed.fsdp",
         "torch.distributed.optim",
@@ -157,6 +168,8 @@ def serve(module: str, folder: str) -> NoReturn:
         raise
     if module == "compare":
         leave_pictures_out()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would visit, and so copy, all that is imported
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(os.path.join(folder, module))
@@ -233,13 +246,17 @@ def main() -> int:
 def use_sources(path: str) -> None:
     """Import the project's packages again, without the frameworks, if PYTHONPATH has other copies of them."""
     folders = [folder for folder in path.split(os.pathsep) if folder and folder not in sys.path]
-    if not any(Path(folder, package).is_dir() for folder in folders for package in PRELOADED):
+    copied = {package for folder in folders for package in PRELOADED if Path(folder, package).is_dir()}
+    if not copied:
         return
+    if "compare" in copied:  # which the sides import
+        copied |= PRELOADED.keys()
     sys.path[:0] = folders
-    if gloo := sys.modules.get("torchpar.comm.gloo"):  # PyTorch registers a backend once
+    gloo = sys.modules.get("torchpar.comm.gloo")
+    if gloo and "torchpar" in copied:  # PyTorch registers a backend once
         del gloo.dist.Backend._plugins[gloo.BACKEND.upper()]
         delattr(gloo.dist.Backend, gloo.BACKEND.upper())
-    for name in [name for name in sys.modules if name.partition(".")[0] in PRELOADED]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in copied]:
         del sys.modules[name]
 
 

@@ -27,6 +27,7 @@ RIGHT = {
     "compiled": (
         "torch-compiler",
         {
+            "model": {"n_layer": 2},
             "precision": {"dtype": "bfloat16"},
             "train": {"loss_chunks": 4},
             "layout": DDP | {"compile": "aot_eager", "remat": "dots"},
