@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxpar.attention import call, dense_attention
 from jaxpar.derivatives import multiply_matrices
 from jaxpar.functional import cross_entropy
 from jaxpar.remat import IsGather, Remat
@@ -34,11 +35,6 @@ def identity(x: Any) -> Any:
 def first(w: jax.Array, x: jax.Array) -> jax.Array:
     """Return w."""
     return w
-
-
-def call(compute: Callable[..., jax.Array], *arrays: jax.Array, **options: Any) -> jax.Array:
-    """Return compute(*arrays)."""
-    return compute(*arrays, **options)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,8 +65,10 @@ class Hooks:
     broadcast: Broadcast = first
     """For the scale and the bias of a norm, and the vectors of positions."""
 
+    core: Callable[..., jax.Array] = dense_attention
+    """The attention core, of `jaxpar.attention`."""
     attention: Callable[..., jax.Array] = call
-    """(`causal_attention`, q, k, v, factor=...) -> (B, T, H, D)."""
+    """(`core`, q, k, v, factor=...) -> (B, T, H, D)."""
     local_rows: Callable[[jax.Array, int], jax.Array] = lambda table, length: table[:length]
     """(a table with a row for each position, T) -> rows of the local positions (T, ...)."""
     # Dropout's random bits depend on the global indices of an element.

@@ -22,7 +22,7 @@ from compare.numerics.parameters import qkv_dims, split_qkv
 from compare.numerics.rotation import turns
 from compare.spec.experiment import Experiment, Model
 from jaxpar.dropout import Dropout, Noise
-from jaxpar.functional import KEEPS, causal_attention, rotate
+from jaxpar.functional import KEEPS, rotate
 from jaxpar.hooks import Hook, Hooks, identity
 from jaxpar.linear import Dtypes, Linear, Norm
 from jaxpar.mlp import MLP, Experts, RouterOutput, Routing
@@ -54,7 +54,7 @@ class Attention(nnx.Module):
         if self.config.position == "rope":
             q_BTHD, k_BTKD = (self.rotate(x) for x in (q_BTHD, k_BTKD))
         factor = noise and partial(self.dropout.factor, noise=noise, dtype=self.storage)
-        y_BTHD = self.hooks.attention(causal_attention, q_BTHD, k_BTKD, v_BTKD, factor=factor)
+        y_BTHD = self.hooks.attention(self.hooks.core, q_BTHD, k_BTKD, v_BTKD, factor=factor)
         return self.out_dropout(self.out(y_BTHD), noise)
 
     def rotate(self, x_BTHD: jax.Array) -> jax.Array:

@@ -46,16 +46,19 @@ class CausalAttention(nn.Module):
     """The attention core: softmax(q k / sqrt(D)) v over the positions up to the query's.
 
     PyTorch's fused kernel computes it. With dropout the weights are computed explicitly, since the kernel
-    would draw its own mask. K divides H: each head of k and v serves H / K consecutive heads of q. Context
-    parallelism replaces the module: `block.set_submodule("attn.core", other)`.
+    would draw its own mask, and so they are if `model.attention` is dense. K divides H: each head of k and v
+    serves H / K consecutive heads of q. Context parallelism replaces the module:
+    `block.set_submodule("attn.core", other)`.
 
     Attributes:
+        is_dense: compute the weights explicitly.
         seen_TS: mask of the keys that each query sees. None: T and S are the same positions, in order.
     """
 
     def __init__(self, config: Model, layer: int):
         super().__init__()
         self.dropout = Dropout(config.dropout, DropoutSite.ATTENTION, layer)
+        self.is_dense = config.attention == "dense"
         self.seen_TS: torch.Tensor | None = None
 
     def forward(
@@ -68,7 +71,7 @@ class CausalAttention(nn.Module):
         """q (B, T, H, D), k and v (B, S, K, D), and keys for dropout, to y (B, T, H, D)."""
         q_BHTD, k_BKSD, v_BKSD = (t.transpose(1, 2) for t in (q_BTHD, k_BSKD, v_BSKD))
         group = q_BHTD.shape[1] // k_BKSD.shape[1]
-        if keys_B2 is None:
+        if keys_B2 is None and not self.is_dense:
             seen_TS, is_grouped = self.seen_TS, group > 1
             y_BHTD = F.scaled_dot_product_attention(
                 q_BHTD, k_BKSD, v_BKSD, attn_mask=seen_TS, is_causal=seen_TS is None, enable_gqa=is_grouped

@@ -159,6 +159,11 @@ def forward_backward(run: Run, batch: RankBatch, scale: float) -> torch.Tensor:
     return total
 
 
+def allow_kernels(attention: str) -> None:
+    """Allow `scaled_dot_product_attention` all kernels (auto), or the fused ones alone (blockwise, fused)."""
+    torch.backends.cuda.enable_math_sdp(attention not in ("blockwise", "fused"))
+
+
 def set_up(rank: Rank, request: Request) -> Run:
     """Join the other ranks, and build the engine, filled with the first weights. Raises ExperimentError."""
     experiment = request.experiment
@@ -166,6 +171,7 @@ def set_up(rank: Rank, request: Request) -> Run:
         keep_freed_memory()
     if rank.world_size > 1 or request.engine not in PEERS:  # a peer has PyTorch's own number of threads
         torch.set_num_threads(1)
+    allow_kernels(experiment.model.attention)
     torch.set_float32_matmul_precision("high" if experiment.precision.tf32 else "highest")
     if request.engine not in PEERS:  # products in 16 bits add up in float32, as XLA's do
         products = torch.backends.cuda.matmul

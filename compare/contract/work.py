@@ -32,6 +32,9 @@ class ObservedWork(Struct, frozen=True, kw_only=True):
     kept: dict[Kept, list[str]] = field(default_factory=dict)
     """Dtypes of the results in forward, by operation; also of the operands, unless these are products. In
     torchpar the cosines of RoPE and the sums around a ring count as 16 bits if most entries fit into them."""
+    attention: list[str] = field(default_factory=list)
+    """How forward computes attention: the size of the weights that exist at one time, "128 x 128"
+    queries and keys, or the name of the fused kernel that hides them."""
     rings: list[str] = field(default_factory=list)
     """The orders of work of ring attention, each once. h sends K, V to the next device, w waits for them, and
     p multiplies. In torchpar g sends dK, dV, and v waits for them. In jaxpar the order of a loop's body

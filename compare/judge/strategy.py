@@ -6,6 +6,7 @@ and compared with the request. A setting that an engine does not show, or that h
 in `Strategy.uncompared`.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
@@ -20,6 +21,7 @@ from compare.judge.textbook import Observed, unlike_textbook, without_limit
 from compare.numerics.parameters import block_parameters, storage_dtype
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
+from compare.spec.attention import core_in_jax
 from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
@@ -32,6 +34,8 @@ AT_REST = 0.05
 """Tolerance of bytes at rest: scalars such as Adam's step, beyond padding."""
 OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """XLA's names of dtypes."""
+OF_KERNEL = re.compile(r"(cudnn|flash|efficient)")
+"""The kind of a fused kernel in its name."""
 SENT, LEDGER = "bytes sent", "the ledger"
 
 
@@ -99,6 +103,7 @@ def settings_of(record: Record, strategy: Strategy) -> dict[str, str]:
     return {
         "gradient_sync": strategy.found("layout.gradient_sync").split(" of ")[0] or declared,
         "remat": strategy.found("layout.remat") or "not observed",
+        "attention": _words_of(record.work.attention) if record.work else "",
         "compiled": record.work.compiled if record.work else "",
     }
 
@@ -218,6 +223,29 @@ def _read_remat(run: Observed) -> Iterator[Finding]:
     elif not again["activations"] and not again["products"]:
         found = "none"
     yield Finding("layout.remat", run.engine.remat_for(run.experiment.layout), found)
+
+
+def _read_attention(run: Observed) -> Iterator[Finding]:
+    """The attention core, from the weights that exist at one time, or the fused kernel."""
+    model, layout = run.experiment.model, run.experiment.layout
+    if not run.work.attention:
+        raise ValueError(f"{run.engine.name} shows neither weights of attention nor a fused kernel")
+    is_ring = layout.cp > 1 and layout.context == "ring"
+    most = model.block_size // (layout.cp * (1 + layout.zigzag) if is_ring else 1)
+    sizes = [int(each.split(" x ")[1]) for each in run.work.attention if " x " in each]
+    found = {"dense" if keys == most else "blockwise" for keys in sizes}
+    if len(sizes) < len(run.work.attention):
+        found.add("fused" if run.engine.is_jax or model.attention == "fused" else "blockwise")
+    platform = run.record.manifest.platform
+    asked = core_in_jax(run.experiment, platform=platform) if run.engine.is_jax else model.attention
+    words = ", ".join(sorted(found))
+    yield Finding("model.attention", words if asked == "auto" else asked, words)
+
+
+def _words_of(attention: Sequence[str]) -> str:
+    """The observed weights or kernels of attention, in words for a table: 128 x 128, or flash kernel."""
+    kernels = {each: OF_KERNEL.search(each) for each in attention}
+    return ", ".join(f"{kernel[1]} kernel" if kernel else each for each, kernel in kernels.items())
 
 
 def _read_loss_chunks(run: Observed) -> Iterator[Finding]:
@@ -364,6 +392,7 @@ READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "dtypes of other operations": _read_kept_dtypes,
     "sums of gradients": _read_gradient_sums,
     "layout.remat": _read_remat,
+    "model.attention": _read_attention,
     "train.loss_chunks": _read_loss_chunks,
     "layout.schedule": _read_schedule,
     "layout.context": _read_ring,

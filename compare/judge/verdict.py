@@ -19,7 +19,7 @@ from compare.judge.errors import Found, largest
 from compare.judge.readings import Values, weights
 from compare.judge.rounding import coarser
 from compare.judge.rungs import BATCH, NAMED, RUNGS, Rung
-from compare.spec.experiment import differing_keys
+from compare.spec.experiment import SAME_NUMBERS, differing_keys
 
 SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
 """Settings in which two compared runs may not differ. Layouts and other precision settings may."""
@@ -204,5 +204,5 @@ def _other_training(reference: Record, candidate: Record) -> str:
     if not (reference.request and candidate.request):
         return ""
     keys = differing_keys(candidate.request.experiment, reference.request.experiment)
-    odd = [key for key in keys if key.startswith(SAME)]
+    odd = [key for key in keys if key.startswith(SAME) and not key.startswith(SAME_NUMBERS)]
     return f"the runs are different trainings: {'; '.join(odd[:2])}" if odd else ""

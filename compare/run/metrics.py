@@ -30,6 +30,7 @@ METRICS = (
     Metric("continued", "stopped, and continued at step"),
     Metric("gradient_sync", "gradient synchronisation"),
     Metric("remat", "recomputed in backward"),
+    Metric("attention", "attention weights at a time"),
     Metric("compiled", "compiled by"),
     Metric("final_loss", "final loss (nats)", ".4f"),
     Metric("mean_loss", "mean loss (nats)", ".4f"),

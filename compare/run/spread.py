@@ -41,7 +41,7 @@ class Spread(Study, frozen=True, kw_only=True):
         """
         engines, left_out = chosen_engines(self.engines), dict[str, str]()
         if not self.engines:
-            engines, left_out = fitting(engines, experiment.layout)
+            engines, left_out = fitting(engines, experiment)
         cases = {
             name: Case(
                 request=Request(engine=name, experiment=experiment, **request),

@@ -41,9 +41,9 @@ def as_preset(engine: str, experiment: Experiment) -> Experiment:
     return experiment
 
 
-def fitting(engines: Sequence[str], layout: Layout) -> tuple[list[str], dict[str, str]]:
+def fitting(engines: Sequence[str], experiment: Experiment) -> tuple[list[str], dict[str, str]]:
     """The engines that can run a layout, and reasons for the others. Raises ExperimentError: none can."""
-    left_out = {engine: why for engine in engines if (why := ENGINES[engine].why_not(layout))}
+    left_out = {engine: why for engine in engines if (why := ENGINES[engine].why_not_train(experiment))}
     if len(left_out) == len(engines):
         reasons = [f"{', '.join(names)}: {why}" for why, names in by_reason(left_out).items()]
         raise ExperimentError(f"no engine can run this layout: {'; '.join(reasons)}")
@@ -69,6 +69,7 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
             "leave it out, or give --platform gpu"
         )
     require_devices(experiment, platform, hosts)
+    require_kernel(experiment, platform=platform)
     ENGINES[engine].require_experiment(experiment)
     if platform == "gpu":
         require_free_queues(engine, experiment.layout, os.environ)
@@ -84,6 +85,15 @@ def require_free_queues(engine: str, layout: Layout, environment: Mapping[str, s
                 f"{engine}: {name} = 1 with layout.pp = {layout.pp}: a pipeline waits for a message before "
                 f"it sends the one that causes it, and would hang: unset {name}"
             )
+
+
+def require_kernel(experiment: Experiment, *, platform: str) -> None:
+    """Reject a core of attention that a platform lacks. Raises ExperimentError."""
+    if experiment.model.attention == "fused" and platform == "cpu":
+        raise ExperimentError(
+            "model.attention = fused with --platform cpu: fused kernels are for GPUs: add --platform gpu, or "
+            "set model.attention = blockwise"
+        )
 
 
 def require_disk(requests: Collection[Request], folder: Path) -> None:

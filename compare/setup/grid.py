@@ -13,7 +13,15 @@ from compare.setup.fitting import as_preset
 from compare.setup.presets import check_settings, edits_of, setting_without, spread
 from compare.show.findings import NONE, Row, Table, Text
 from compare.spec.engines.registry import ENGINES, REFERENCE
-from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, revalidate
+from compare.spec.experiment import (
+    SAME_NUMBERS,
+    Experiment,
+    ExperimentError,
+    Layout,
+    Model,
+    edited,
+    revalidate,
+)
 
 ONE_DEVICE = "one device"
 """The layout of a reference."""
@@ -102,10 +110,13 @@ def against_one_device(
     engines = list(engines)
     for coordinates, experiment in rows:
         single = spread(experiment, "single")
-        # Layouts change no numbers, and the reference runs operator by operator.
-        plain = replace(single, layout=replace(next(iter(names), single).layout, compile=Layout().compile))
+        # Layouts and attention cores change no numbers, and the reference runs operator by operator.
+        layout = replace(next(iter(names), single).layout, compile=Layout().compile)
+        plain = replace(
+            single, layout=layout, model=replace(single.model, attention=Model().attention)
+        )
         if plain not in names:
-            variant = setting_without(coordinates.get("variant", ""), "layout.")
+            variant = setting_without(coordinates.get("variant", ""), "layout.", SAME_NUMBERS)
             place = {"layout": ONE_DEVICE} | ({"variant": variant} if variant else {})
             names[plain] = f"reference, {variant}" if variant else "reference"
             request = Request(engine=REFERENCE, experiment=plain, ladder=ladder)

@@ -18,7 +18,7 @@ from compare.numerics.optimizer import moment_names
 from compare.numerics.parameters import storage_dtype
 from compare.setup.unreadable import advice_for
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, differing_keys
+from compare.spec.experiment import SAME_NUMBERS, Experiment, ExperimentError, differing_keys
 
 MAY_DIFFER = ("layout.", "checkpoint.", "data.", "train.max_iters")
 """Settings that a resumed run may change silently. The data's digest is checked."""
@@ -164,9 +164,13 @@ def require_continues(
 
 
 def differing_model(there: Experiment, here: Experiment) -> list[str]:
-    """Fields in which two models differ, except dropout, which may change."""
+    """Fields in which two models differ, except dropout and the attention core, which may change."""
     lines = differing_keys(there, here)
-    return [line for line in lines if line.startswith("model.") and not line.startswith("model.dropout")]
+    return [
+        line
+        for line in lines
+        if line.startswith("model.") and not line.startswith(("model.dropout", SAME_NUMBERS))
+    ]
 
 
 def changed_settings(source: str, engines: Iterable[str], experiment: Experiment) -> list[str]:

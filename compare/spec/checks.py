@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from compare.spec.attention import why_not_core
 from compare.spec.sections import Experiment, Layout, Model, Precision, Train
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -27,6 +28,7 @@ def check(experiment: Experiment) -> Experiment:
     for objections in (
         check_model(model),
         check_precision(experiment),
+        check_attention(experiment),
         check_loss_chunks(model, train, layout),
         check_experts(model, layout),
         check_layout(model, train, layout),
@@ -91,6 +93,12 @@ def check_precision(experiment: Experiment) -> Iterator[str]:
             value = getattr(fields, key)
             if isinstance(value, float) and value > LARGEST_FLOAT32:
                 yield f"{section}.{key} = {value} is infinite in float32: the most is {LARGEST_FLOAT32:.4g}"
+
+
+def check_attention(experiment: Experiment) -> Iterator[str]:
+    """Objections to an attention core."""
+    if why := why_not_core(experiment.model.attention, experiment):
+        yield why
 
 
 def check_loss_chunks(model: Model, train: Train, layout: Layout) -> Iterator[str]:

@@ -30,6 +30,10 @@ MAX_CPU_DEVICES = 64  # virtual devices share the cores; past this a run only me
 MAX_FILE_BYTES = 16_384  # Python's TOML reader takes minutes for 100 kB of dots
 
 
+SAME_NUMBERS = "model.attention"
+"""The field of a model that changes no number."""
+
+
 def named_experiments() -> dict[str, Path]:
     """Files of the experiments that ship with the package, by name."""
     folder = Path(__file__).parent.parent / "experiments"

@@ -47,6 +47,11 @@ class Model(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether linear layers and LayerNorms have biases, as in GPT-2."""
     dropout: Fraction = 0.0
     """Share of elements dropped in training, at nanoGPT's places. All engines drop the same elements."""
+    attention: Literal["auto", "dense", "blockwise", "fused"] = "auto"
+    """Attention core. dense: all weights (T, T) are in memory. blockwise: the weights of one block at a time;
+    in PyTorch a fused kernel. fused: a kernel for 16 bits on a GPU, in JAX cuDNN's. auto: in JAX fused where
+    it can, else blockwise from 512 positions on, and dense with dropout; in PyTorch the kernel that it
+    chooses."""
     activation: Literal["gelu", "gelu_tanh", "relu_squared"] = "gelu"
     """gelu: the exact form (erf), as in nanoGPT. gelu_tanh: JAX's default approximation. relu_squared:
     max(x, 0)^2, as in nanochat (arXiv 2109.08668)."""

@@ -6,7 +6,7 @@
     logits        several tensors of their size, by engine
 
 `TORCH` and `JAX` count the numbers that a block keeps per token, of width C, with H heads and T positions. A
-fused attention keeps no scores, and JAX keeps residuals of each operation of a norm or a GELU. In JAX each
+fused or blockwise attention keeps no scores, and JAX keeps residuals of each operation of a norm or a GELU. In JAX each
 expert computes each token, in PyTorch only the chosen ones. torch-compiler exchanges room for all tokens.
 
 tp splits numbers inside its regions; sequence parallelism also splits the stream. Under cp a device
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from compare.contract.record import ON_HOST
 from compare.numerics.parameters import block_parameters, end_parameters, storage_dtype
+from compare.spec.attention import core_in_jax
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.theory.memory import by_device, elements_of_stage, on_one_device, state_of_stage
@@ -128,6 +129,9 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
     if model.dropout:
         block.append(framework.dropped)
         dots.append(framework.dropped)
+    if model.attention == "dense" and not (able.is_jax or model.dropout):
+        block.append(Stored(scores=2))
+        dots.append(Stored(scores=2))
     if model.position == "rope":
         block.append(Stored(inside=1 + 1 / model.group))  # queries and keys, before the rotation
     if model.norm == "rmsnorm":
@@ -155,9 +159,10 @@ def _bytes(stored: list[Stored], experiment: Experiment) -> float:
     model, layout = experiment.model, experiment.layout
     wide, narrow = storage_dtype(experiment).itemsize, _narrow(experiment)
     split = layout.tp if layout.sequence_parallel else 1
+    has_scores = core_in_jax(experiment, platform="cpu") == "dense"
     return sum(
         model.n_embd * (wide * each.stream / split + narrow * (each.entering + each.inside / layout.tp))
-        + model.n_head * model.block_size * wide * each.scores / layout.tp
+        + model.n_head * model.block_size * wide * each.scores * has_scores / layout.tp
         for each in stored
     )
 

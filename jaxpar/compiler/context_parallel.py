@@ -31,11 +31,13 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from compare.numerics.context import order_of_positions
 from compare.spec.axes import CP, TP
 from compare.spec.experiment import Experiment
+from jaxpar.attention import attention_core, call
 from jaxpar.hooks import Hooks
 
 AXIS = CP
@@ -46,15 +48,34 @@ WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEAD
 """Specs of q, k and v inside attention."""
 
 
-def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
+def split_sequence(hooks: Hooks, experiment: Experiment, mesh: Mesh) -> None:
     """Constrain the arrays of attention; under zigzag set the global positions of the permuted batch."""
     layout, positions = experiment.layout, None
+    per_device = call if layout.context == "ulysses" else attend_per_device
+    hooks.core = attention_core(experiment, mesh, per_device=per_device)
     if layout.zigzag:
         order_T = order_of_positions(experiment.model.block_size, layout)
         hooks.local_rows = hooks.position_vectors = lambda table, _: table[order_T]
         hooks.query_positions = hooks.stream_positions = lambda count: order_T
         positions = order_T, order_T
     hooks.attention = partial(constrained_attention, wanted=WANTED[layout.context], positions=positions)
+
+
+def attend_per_device(compute: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """compute(q, k, v and their positions) with this device's queries, and all keys.
+
+    A loop over blocks runs over positions, of which a device has its own. One loop for all devices would
+    compute hidden blocks, too. So this part of the program is a `shard_map` over cp.
+    """
+    specs = P(None, AXIS), P(), P(), P(AXIS), P()
+
+    @partial(jax.shard_map, axis_names={AXIS}, in_specs=specs, out_specs=P(None, AXIS))
+    def of_device(q_BtHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, *positions: jax.Array):
+        # Nothing is sent. Backward all-reduces the gradients of k and v.
+        kv = (lax.pcast(x, AXIS, to="varying") for x in (k_BSKD, v_BSKD))
+        return compute(q_BtHD, *kv, *positions)
+
+    return of_device(*arrays)
 
 
 def constrained_attention(

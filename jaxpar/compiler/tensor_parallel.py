@@ -19,6 +19,7 @@ Legend: B batch, T position, C n_embd, V vocabulary, H heads, K heads of keys, G
 head_dim, E experts.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -67,6 +68,15 @@ def split_layers(hooks: Hooks, experiment: Experiment) -> None:
     hooks.cross_entropy = lambda logits_BTV, targets_BT: cross_entropy(
         constrain(logits_BTV, split=2), targets_BT
     )
+
+
+def pin_heads(compute: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """compute(q, k, v, ...) with q, k and v (B, T, H, D) split by heads alone.
+
+    cuDNN's kernel demands equal shardings of the three, and a loop over blocks keeps them.
+    """
+    qkv = (lax.with_sharding_constraint(x, P(B, None, AXIS, None)) for x in arrays[:3])
+    return compute(*qkv, *arrays[3:])
 
 
 def constrain(x: jax.Array, *, split: int | None = None) -> jax.Array:

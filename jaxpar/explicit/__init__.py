@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from compare.spec.experiment import Experiment
+from jaxpar.attention import attention_core
 from jaxpar.engine import Engine
 from jaxpar.explicit import (
     context_parallel,
@@ -37,7 +38,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     """
     layout, placements = experiment.layout, place_parameters(experiment)
     mesh = mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
-    loss = _loss(experiment, placements)
+    loss = _loss(experiment, placements, mesh)
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> tuple[Any, Any]:
@@ -61,15 +62,15 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any) -> Loss:
+def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
     """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
-    hooks = Hooks(remat=remat_of(experiment.layout))
+    hooks = Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, mesh))
     data_parallel.type_rows(hooks)
     if layout.tp > 1:
         tensor_parallel.split_layers(hooks, experiment)
     if layout.cp > 1:
-        context_parallel.split_sequence(hooks, experiment)
+        context_parallel.split_sequence(hooks, experiment, mesh)
     if layout.ep > 1:
         hooks.experts = expert_parallel.exchange_tokens
     if in_layers:

@@ -17,6 +17,7 @@ from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import Ticks, lock_step
 from compare.spec.axes import DATA
 from compare.spec.experiment import Experiment
+from jaxpar.attention import attention_core
 from jaxpar.comm import collectives
 from jaxpar.engine import Engine, Gradients, Shardings
 from jaxpar.hooks import Hooks, identity
@@ -51,7 +52,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     """jax-manual, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
     passes, ticks = experiment.train.gradient_accumulation_steps, None
-    hooks = Hooks(remat=remat_of(layout))
+    hooks = Hooks(remat=remat_of(layout), core=attention_core(experiment, mesh))
     axes = [strategy(experiment, placements, hooks) for strategy in STRATEGIES]
     if layout.pp > 1:
         microbatches = passes * layout.microbatches

@@ -24,6 +24,8 @@ from jaxpar.model import HEAD
 PRODUCT, GELUS = "dot_general", frozenset({"erf", "erfc", "tanh"})
 ALONE: dict[str, Kept] = {"log": "loss"}
 """Operations that occur in one part of the model alone."""
+FUSED = "dot_product_attention"
+"""The first words of the primitive of cuDNN's attention."""
 READS_PRODUCTS = ("residual", "rotation")
 """Parts that read products in 16 bits."""
 KV_HOP = "/for_activations_by_hand"
@@ -34,7 +36,7 @@ KINDS = {FORWARD: Kind.FORWARD, BACKWARD: Kind.BACKWARD}
 def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
     """The observed work of a traced step, `jax.jit(step).trace(...).jaxpr`, and of its pipeline."""
     products, forward, again, positions = Counter[str](), Counter[Part](), Counter[Part](), set[int]()
-    kept = defaultdict[Kept, set[str]](set)
+    kept, attention = defaultdict[Kept, set[str]](set), set[str]()
     used, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))  # as XLA runs it
     for equation, scopes, turns in operations(used):
         name, is_of_head = equation.primitive.name, HEAD in scopes
@@ -44,6 +46,12 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
                 read = [] if what in READS_PRODUCTS else [x for x in equation.invars if x.aval.shape]
                 dtypes = (value.aval.dtype for value in (*equation.outvars, *read))
                 kept[what] |= {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+        if is_forward and name.startswith(FUSED):
+            attention.add(f"cudnn_{name}")
+        elif is_forward and name == "exp" and f"{KEEPS}softmax" in scopes:
+            rows, columns = equation.outvars[0].aval.shape[-2:]
+            if columns > 1:  # a single column rescales sums over blocks
+                attention.add(f"{rows} x {columns}")
         is_activation = name in GELUS or (name == "max" and RELU in scopes)
         if (name != PRODUCT and not is_activation) or f"{KEEPS}router" in scopes:
             continue
@@ -65,6 +73,7 @@ def work_of(program: Any, ticks: Ticks | None = None) -> ObservedWork:
         again=dict(again),
         logits_positions=sorted(positions),
         kept={what: sorted(dtypes) for what, dtypes in kept.items()},
+        attention=sorted(attention),
         rings=sorted({*rings_of(used)}),
         tasks=[_tasks_of(ticks, rank) for rank in range(ticks.ranks)] if ticks else [],
     )

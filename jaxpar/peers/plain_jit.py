@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from compare.spec import experiment as spec
 from compare.spec.experiment import Experiment
+from jaxpar.attention import attention_core
 from jaxpar.engine import Engine
 from jaxpar.hooks import Hooks
 from jaxpar.model import loss_function
@@ -59,7 +60,10 @@ def make_engine(experiment: Experiment, mesh: Mesh, _: Optimizer) -> Engine:
     decay = decay_mask(experiment.model, experiment.optimizer.decay)
     rule, loss = (
         make_optimizer(experiment.optimizer, decay=decay),
-        loss_function(experiment, Hooks(remat=remat_of(experiment.layout))),
+        loss_function(
+            experiment,
+            Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, mesh)),
+        ),
     )
 
     def update(gradients: Any, opt_state: Any, params: Any, norm: jax.Array, _: Any) -> tuple[Any, Any]:

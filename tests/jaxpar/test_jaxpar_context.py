@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from compare.numerics.context import order_of_positions
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Layout
+from jaxpar.attention import dense_attention
 from jaxpar.comm.collectives import per_device
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.functional import causal_attention
 from jaxpar.manual.context_parallel import exchanged_attention, gathered_attention
 from jaxpar.manual.ring import ring_attention
 from tests.support.jax_steps import MODEL, two_steps, worst_errors
@@ -73,7 +73,7 @@ def test_attention_equals_pytorch(layout):
     }[layout.context]
 
     def forward_and_back(q, k, v, g):
-        y, back = jax.vjp(partial(way, causal_attention, factor=None), q, k, v)
+        y, back = jax.vjp(partial(way, dense_attention, factor=None), q, k, v)
         return y, *back(g)
 
     spec = P(None, "cp")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.attention import dense_attention
 from jaxpar.derivatives import gelu, matmul
-from jaxpar.functional import causal_attention
 from jaxpar.measure.work import operations
 
 
@@ -39,9 +39,9 @@ def test_weight_gradient_has_x_on_the_left():
 
 def test_softmax_of_bfloat16_is_float32():
     q, k, v = (draw(1, 4, 2, 8).astype(jnp.bfloat16) for _ in range(3))
-    y, back = jax.vjp(causal_attention, q, k, v)
+    y, back = jax.vjp(dense_attention, q, k, v)
     assert {x.dtype for x in (y, *back(y))} == {jnp.dtype(jnp.bfloat16)}
-    traced = jax.make_jaxpr(lambda *qkv: jax.vjp(causal_attention, *qkv)[1](y))(q, k, v).jaxpr
+    traced = jax.make_jaxpr(lambda *qkv: jax.vjp(dense_attention, *qkv)[1](y))(q, k, v).jaxpr
     names = {"exp": jnp.float32, "dot_general": jnp.bfloat16}
     for name, dtype in names.items():
         dtypes = [eqn.invars[0].aval.dtype for eqn, _, _ in operations(traced) if eqn.primitive.name == name]

@@ -84,7 +84,8 @@ class GatheredAttention(nn.Module):
         if self.layout.zigzag:  # from the order of the ranks to the order of the sequence
             chunks = kv_2BTKD.chunk(2 * self.axis.size, dim=2)  # 0, 2n - 1, 1, 2n - 2, ..., n - 1, n
             kv_2BTKD = torch.cat([*chunks[::2], *chunks[::-2]], dim=2)
-        if keys_B2 := k_v_BtKD[2:]:
+        keys_B2 = k_v_BtKD[2:]
+        if keys_B2 or self.core.is_dense:
             return self.core(q_BtHD, *kv_2BTKD, *keys_B2)
         q_BHtD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BtHD, *kv_2BTKD.unbind()))
         chunks, is_grouped = chunks_of(self.axis.rank, self.layout), q_BHtD.shape[1] > k_BKTD.shape[1]

@@ -51,6 +51,7 @@ class WorkSink(Sink):
         self._heads, self._in_head = modules_named(HEAD, module), 0
         self._kept = defaultdict[Kept, set[str]](set)
         self._rings = defaultdict[tuple[str, int], str](str)  # by the phase and the number of a run
+        self._attention = set[str]()
         self._modules = 0
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
@@ -65,6 +66,11 @@ class WorkSink(Sink):
                     self._kept[what] |= {
                         self._needed_dtype(x) for x in operands[0] if x.dtype == torch.float32
                     }
+        if self.watch.runs_forward and not self.watch.in_backward:
+            if ATTENTION in name:
+                self._attention.add(name)
+            elif name == "_softmax" and re.search(CORE, self.watch.module):
+                self._attention.add(" x ".join(map(str, result.shape[-2:])))
         if of_router or (not is_product and name not in FUNCTIONS):
             return
         first = next(leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
@@ -126,6 +132,7 @@ class WorkSink(Sink):
             logits_positions=sorted(self._positions),
             gradient_messages=[self._messages] if self._messages else [],
             kept={kept: sorted(dtypes) for kept, dtypes in self._kept.items()},
+            attention=sorted(self._attention),
             rings=sorted({order for order in self._rings.values() if "h" in order}),
             tasks=[self._tasks] if self._tasks else [],
         )
@@ -160,6 +167,7 @@ def of_all_ranks(ranks: Sequence[ObservedWork], *, stages: Sequence[int]) -> Obs
         logits_positions=sorted({positions for rank in ranks for positions in rank.logits_positions}),
         gradient_messages=by_stage([rank.gradient_messages for rank in ranks]),
         kept={of: sorted({x for rank in ranks for x in rank.kept.get(of, [])}) for of in get_args(Kept)},
+        attention=sorted({each for rank in ranks for each in rank.attention}),
         rings=sorted({order for rank in ranks for order in rank.rings}),
         compiled=ranks[0].compiled,
         tasks=by_stage([rank.tasks for rank in ranks]),

@@ -8,6 +8,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
+from compare.spec.attention import why_not_cudnn
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
@@ -114,7 +115,7 @@ class Engine(Struct, frozen=True, kw_only=True):
 
     def why_not_train(self, experiment: Experiment) -> str:
         """The reason why this engine cannot train an experiment; '' if it can."""
-        if why := self.why_not(experiment.layout):
+        if why := self.why_not(experiment.layout) or self.why_not_core(experiment):
             return why
         if experiment.gathers_in_16_bits and self.sends_by == "pytorch":
             one_dtype = "precision.gather = products gives a unit of FSDP2 one dtype, and"
@@ -140,6 +141,18 @@ class Engine(Struct, frozen=True, kw_only=True):
                 return (
                     f"{name} = {value}: a peer has none: set it to 0, or leave {self.name} out of --engines"
                 )
+        return ""
+
+    def why_not_core(self, experiment: Experiment) -> str:
+        """The reason why this engine cannot compute attention by `model.attention`; '' if it can."""
+        core, layout = experiment.model.attention, experiment.layout
+        if self.is_jax:
+            return why_not_cudnn(experiment) if core == "fused" else ""
+        if core in ("dense", "fused") and layout.cp > 1 and layout.context == "ring":
+            return (
+                f"model.attention = {core} with layout.context = ring: PyTorch's core is of whole sequences, "
+                "and a ring computes blocks: set model.attention = blockwise or auto"
+            )
         return ""
 
     def require_experiment(self, experiment: Experiment) -> None:
