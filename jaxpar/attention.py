@@ -193,6 +193,15 @@ def join_runs(x_nBKRD: jax.Array, length: int) -> jax.Array:
     return merge_dims(jnp.moveaxis(x_nBKRD, 0, -3), x_nBKRD.ndim - 3)[..., :length, :]
 
 
+def bound(*arrays: jax.Array) -> Any:
+    """Return the arrays, each dependent on all.
+
+    Positions are constants. If they did not depend on the stream, autodiff would compute the masks of all
+    blocks before the scan over layers, (n, m, R, R).
+    """
+    return lax.optimization_barrier(arrays)
+
+
 class Queries(NamedTuple):
     """Runs of queries: the queries (n, B, K, G, R, D), and their positions (n, R)."""
 
@@ -210,11 +219,13 @@ class Keys(NamedTuple):
 
 def cut_queries(q_BKGTD: jax.Array, positions_T: ArrayLike, runs: int) -> Queries:
     """Runs of queries. Padding has the last position, so it sees a key."""
+    q_BKGTD, positions_T = bound(q_BKGTD, jnp.asarray(positions_T))
     return Queries(cut_runs(q_BKGTD, runs), cut(positions_T, runs, dim=0, mode="edge"))
 
 
 def cut_keys(k_BKSD: jax.Array, v_BKSD: jax.Array, positions_S: ArrayLike, runs: int) -> Keys:
     """Runs of keys and values. No query sees padding."""
+    k_BKSD, positions_S = bound(k_BKSD, jnp.asarray(positions_S))
     positions = cut(positions_S, runs, dim=0, constant_values=HIDDEN)
     return Keys(cut_runs(k_BKSD, runs), cut_runs(v_BKSD, runs), positions)
 

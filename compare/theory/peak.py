@@ -6,8 +6,9 @@
     logits        several tensors of their size, by engine
 
 `TORCH` and `JAX` count the numbers that a block keeps per token, of width C, with H heads and T positions. A
-fused or blockwise attention keeps no scores, and JAX keeps residuals of each operation of a norm or a GELU. In JAX each
-expert computes each token, in PyTorch only the chosen ones. torch-compiler exchanges room for all tokens.
+fused or blockwise attention keeps no scores, and JAX keeps residuals of each operation of a norm or a GELU.
+In JAX each expert computes each token, in PyTorch only the chosen ones. torch-compiler exchanges room for all
+tokens.
 
 tp splits numbers inside its regions; sequence parallelism also splits the stream. Under cp a device
 keeps its own positions, and inside also keys and values of other devices: all of them if they are gathered,

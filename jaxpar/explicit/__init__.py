@@ -21,6 +21,7 @@ from jaxpar.explicit import (
     pipeline_parallel,
     tensor_parallel,
 )
+from jaxpar.explicit.sharding_types import per_device
 from jaxpar.hooks import Hooks
 from jaxpar.model import Loss, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer, global_norm
@@ -65,12 +66,12 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
 def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
     """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
-    hooks = Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, mesh))
+    hooks = Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, mesh, per_device))
     data_parallel.type_rows(hooks)
     if layout.tp > 1:
         tensor_parallel.split_layers(hooks, experiment)
     if layout.cp > 1:
-        context_parallel.split_sequence(hooks, experiment, mesh)
+        context_parallel.split_sequence(hooks, experiment)
     if layout.ep > 1:
         hooks.experts = expert_parallel.exchange_tokens
     if in_layers:

@@ -23,15 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, reshard
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 from compare.contract.communication import ACTIVATIONS
 from compare.numerics.context import order_of_positions
 from compare.spec.axes import CP, TP
 from compare.spec.experiment import Experiment
-from jaxpar.attention import attention_core
 from jaxpar.comm.collectives import ledger_scope
 from jaxpar.explicit.sharding_types import axes_of_dims
 from jaxpar.hooks import Hooks
@@ -40,7 +38,7 @@ AXIS = CP
 Attention = Callable[..., jax.Array]
 
 
-def split_sequence(hooks: Hooks, experiment: Experiment, mesh: Mesh) -> None:
+def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
     """Cast in attention, and give positions the order of the batch, split as x is."""
     layout = experiment.layout
     order_T = order_of_positions(experiment.model.block_size, layout)
@@ -58,7 +56,6 @@ def split_sequence(hooks: Hooks, experiment: Experiment, mesh: Mesh) -> None:
         hooks.attention = exchanged_attention
         hooks.heads = lambda count: reshard(jnp.arange(count), P((TP, AXIS)))
     else:
-        hooks.core = attention_core(experiment, mesh, per_device=attend_per_device)
         hooks.attention = partial(gathered_attention, order_T=order_T)
         hooks.query_positions = lambda count: reshard(order_T, P(AXIS))
 
@@ -72,22 +69,6 @@ def gathered_attention(
         # All-gather k and v; their gradients {U:cp} are reduce-scattered.
         k_BSHD, v_BSHD = (reshard(x, P(rows, None, heads, reduced={AXIS})) for x in kv)
         return attention(q_BTHD, k_BSHD, v_BSHD, positions=(order_T, order_T), factor=factor)
-
-
-def attend_per_device(compute: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """compute(q, k, v and their positions) with this device's queries [T@cp], and all keys {R:cp}.
-
-    A loop over blocks runs over positions, and a loop over a split dim has no type.
-    """
-    specs = *(jax.typeof(x).sharding.spec for x in arrays[:3]), P(AXIS), P()
-
-    @partial(jax.shard_map, in_specs=specs, out_specs=specs[0])
-    def of_device(q_BtHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, *positions: jax.Array):
-        # Nothing is sent. The gradients of k and v are partial sums, {U:cp}.
-        kv = (lax.pcast(x, AXIS, to="varying") for x in (k_BSHD, v_BSHD))
-        return compute(q_BtHD, *kv, *positions)
-
-    return of_device(*arrays[:3], reshard(arrays[3], P(AXIS)), arrays[4])
 
 
 def exchanged_attention(attention: Attention, *qkv: jax.Array, factor: Any) -> jax.Array:

@@ -83,6 +83,26 @@ def _sum_rows(spec: P, shape: tuple[int, ...], out: P, _: None, g: jax.Array) ->
 _broadcast.defvjp(lambda w, *static: (_broadcast(w, *static), None), _sum_rows)
 
 
+def per_device(attend: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """attend(q, k, v, ...) of (B, T, H, D) with each device's part. More arrays are positions of q and of k.
+
+    A loop over positions that are split has no type, and neither has the kernel of cuDNN. If cp splits the
+    positions of q, k and v are {R:cp}.
+    """
+    q_BTHD, *kv = arrays[:3]
+    (_, of_positions, *_), spec = axes_of_dims(q_BTHD), jax.typeof(q_BTHD).sharding.spec
+    specs = spec, *(jax.typeof(x).sharding.spec for x in kv), P(of_positions), P()
+    *qkv, positions = *arrays[:3], [reshard(x, s) for x, s in zip(arrays[3:], specs[3:], strict=False)]
+
+    @partial(jax.shard_map, in_specs=specs[: len(arrays)], out_specs=spec)
+    def of_device(q_BtHD: jax.Array, *others: jax.Array) -> jax.Array:
+        # Nothing is sent. The gradients of k and v are partial sums, {U:cp}.
+        kv = (lax.pcast(x, of_positions, to="varying") if of_positions else x for x in others[:2])
+        return attend(q_BtHD, *kv, *others[2:])
+
+    return of_device(*qkv, *positions)
+
+
 def vmap(f: Callable[..., Any], in_axes: tuple[Any, ...]) -> Callable[..., Any]:
     """`jax.vmap` of f(params, *arrays) over the first dim of `params`, of which some may be reduced.
 
