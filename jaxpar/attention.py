@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from compare.spec.attention import core_in_jax
@@ -332,17 +331,20 @@ def attend_backward(sums: Any, queries: Seen, keys: Keys) -> Any:
 
 
 def fused_attention(
-    *qkv: jax.Array, factor: None = None, per_device: Callable[..., jax.Array] = call
+    *qkv: jax.Array,
+    positions: None = None,
+    factor: None = None,
+    per_device: Callable[..., jax.Array] = call,
 ) -> jax.Array:
     """As `dense_attention` of the first T positions, by cuDNN's kernel: q, k, v in 16 bits, on a GPU."""
     return per_device(partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"), *qkv)
 
 
 def attention_core(
-    experiment: Experiment, mesh: Mesh, per_device: Callable[..., jax.Array] = call
+    experiment: Experiment, per_device: Callable[..., jax.Array] = call
 ) -> Callable[..., jax.Array]:
-    """The core of an experiment on the devices of a mesh. `per_device` is as in `blockwise_attention`."""
-    match core_in_jax(experiment, platform=mesh.devices.flat[0].platform):
+    """The core of an experiment on this process's devices. `per_device` is as in `blockwise_attention`."""
+    match core_in_jax(experiment, platform=jax.default_backend()):
         case "dense":
             return dense_attention
         case "blockwise":

@@ -15,6 +15,8 @@ IsGather = Callable[..., bool]
 VIEWS = frozenset({"convert_element_type", "reshape", "slice", "squeeze", "transpose"})
 # A sum over devices is as expensive as a matrix product: dots keeps its result, too.
 REDUCTIONS = frozenset({"psum", "psum_invariant", "reduce_scatter"})
+FUSED_ATTENTION = "dot_product_attention_fwd"
+"""The first words of cuDNN's primitives: a kernel of two products, which dots keeps."""
 KEPT_BY_DOTS = "kept by dots"
 """The name (`checkpoint_name`) of products inside functions with their own derivative."""
 
@@ -58,6 +60,8 @@ def apply_remat(
             return False
         if primitive.name == "reshard":  # a sum over devices, if it casts what is unreduced
             return bool(arguments[0].sharding.spec.unreduced)
+        if primitive.name.startswith(FUSED_ATTENTION):
+            return True
         if primitive.name == "name":
             return parameters["name"] == KEPT_BY_DOTS
         dots = jax.checkpoint_policies.dots_saveable

@@ -228,6 +228,8 @@ def _read_remat(run: Observed) -> Iterator[Finding]:
 def _read_attention(run: Observed) -> Iterator[Finding]:
     """The attention core, from the weights that exist at one time, or the fused kernel."""
     model, layout = run.experiment.model, run.experiment.layout
+    if not run.work.attention and model.attention == "auto":
+        return
     if not run.work.attention:
         raise ValueError(f"{run.engine.name} shows neither weights of attention nor a fused kernel")
     is_ring = layout.cp > 1 and layout.context == "ring"

@@ -37,7 +37,7 @@ from jaxpar.weights import STACKED
 def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
     """jax-compiler, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
-    loss = _loss(experiment, placements, mesh)
+    loss = _loss(experiment, placements)
     shard = partial(fully_sharded.shard_parameters, placements=placements)
     accumulated = specs(placements, sharded=layout.zero >= 2)
     reduce = shard if layout.zero >= 2 else identity
@@ -72,16 +72,16 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any) -> Loss:
     """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, hooks = experiment.layout, Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
-    hooks.core = attention_core(experiment, mesh, per_device=tensor_parallel.pin_heads)
+    hooks.core = attention_core(experiment, tensor_parallel.pin_heads)
     if layout.tp > 1:
         tensor_parallel.split_layers(hooks, experiment)
     if layout.ep > 1:
         expert_parallel.shard_experts(hooks, experiment)
     if layout.cp > 1:
-        context_parallel.split_sequence(hooks, experiment, mesh)
+        context_parallel.split_sequence(hooks, experiment)
     if gathers_in_layers(layout):
         fully_sharded.gather_layers(hooks, placements[STACKED], layout)
     if layout.pp > 1:

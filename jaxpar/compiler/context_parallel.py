@@ -31,7 +31,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from compare.numerics.context import order_of_positions
@@ -48,11 +47,11 @@ WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEAD
 """Specs of q, k and v inside attention."""
 
 
-def split_sequence(hooks: Hooks, experiment: Experiment, mesh: Mesh) -> None:
+def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
     """Constrain the arrays of attention; under zigzag set the global positions of the permuted batch."""
     layout, positions = experiment.layout, None
     per_device = call if layout.context == "ulysses" else attend_per_device
-    hooks.core = attention_core(experiment, mesh, per_device=per_device)
+    hooks.core = attention_core(experiment, per_device)
     if layout.zigzag:
         order_T = order_of_positions(experiment.model.block_size, layout)
         hooks.local_rows = hooks.position_vectors = lambda table, _: table[order_T]

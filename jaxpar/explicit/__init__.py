@@ -39,7 +39,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     """
     layout, placements = experiment.layout, place_parameters(experiment)
     mesh = mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
-    loss = _loss(experiment, placements, mesh)
+    loss = _loss(experiment, placements)
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> tuple[Any, Any]:
@@ -63,10 +63,10 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any, mesh: Mesh) -> Loss:
+def _loss(experiment: Experiment, placements: Any) -> Loss:
     """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
-    hooks = Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, mesh, per_device))
+    hooks = Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, per_device))
     data_parallel.type_rows(hooks)
     if layout.tp > 1:
         tensor_parallel.split_layers(hooks, experiment)

@@ -52,7 +52,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     """jax-manual, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
     passes, ticks = experiment.train.gradient_accumulation_steps, None
-    hooks = Hooks(remat=remat_of(layout), core=attention_core(experiment, mesh))
+    hooks = Hooks(remat=remat_of(layout), core=attention_core(experiment))
     axes = [strategy(experiment, placements, hooks) for strategy in STRATEGIES]
     if layout.pp > 1:
         microbatches = passes * layout.microbatches

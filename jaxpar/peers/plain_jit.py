@@ -62,7 +62,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, _: Optimizer) -> Engine:
         make_optimizer(experiment.optimizer, decay=decay),
         loss_function(
             experiment,
-            Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, mesh)),
+            Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment)),
         ),
     )
 

@@ -15,7 +15,7 @@ from compare.run.metrics import METRICS
 from compare.setup.presets import edits_of, setting_without
 from compare.show.figures import Axes, Figure, curves, reduce_windows
 from compare.show.findings import Column, Table, table_of
-from compare.spec.experiment import Experiment, edited
+from compare.spec.experiment import SAME_NUMBERS, Experiment, edited
 
 LOSSES = ("final_loss", "mean_loss", "validation_loss", "best_validation_loss")
 SHOWN = (*LOSSES, "step_time_ms_median", "tokens_per_s", "mfu", "peak_mem_bytes", "comm_bytes")
@@ -101,7 +101,9 @@ def loss_figures(outcome: Outcome, records: Mapping[str, Record]) -> list[Figure
     """Training and validation loss over steps, a curve for each setting that changes numbers."""
     losses = {"Training": {}, "Validation": {}}
     for name, record in records.items():
-        setting = setting_without(outcome.cases[name].coordinates.get("variant", ""), SEED, "layout.")
+        setting = setting_without(
+            outcome.cases[name].coordinates.get("variant", ""), SEED, "layout.", SAME_NUMBERS
+        )
         points = {
             "Training": [(step.step, step.loss) for step in record.steps],
             "Validation": [(one.step, one.validation) for one in record.evaluations],
