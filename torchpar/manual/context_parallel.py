@@ -46,7 +46,8 @@ def split_sequence(model: GPT, axis: Axis, layout: Layout, device: torch.device)
     """Give a GPT this rank's positions, and replace its attention cores by the layout's."""
     set_local_positions(model, layout, rank=axis.rank, device=device)
     cores = [block.get_submodule("attn.core") for block in model.blocks]
-    if layout.context == "allgather" and model.config.dropout:  # whole rows of weights: all need one mask
+    has_weights = model.config.dropout or model.config.attention == "dense"
+    if layout.context == "allgather" and has_weights:  # whole rows of weights: all need one mask
         length = model.config.block_size
         seen_tT = model.positions(length, device=device)[:, None] >= torch.arange(length, device=device)
         for core in cores:
