@@ -67,7 +67,7 @@ class WorkSink(Sink):
                         self._needed_dtype(x) for x in operands[0] if x.dtype == torch.float32
                     }
         if self.watch.runs_forward and not self.watch.in_backward:
-            if ATTENTION in name:
+            if ATTENTION.search(name):
                 self._attention.add(name)
             elif name == "_softmax" and re.search(CORE, self.watch.module):
                 self._attention.add(" x ".join(map(str, result.shape[-2:])))
