@@ -341,10 +341,13 @@ def fused_attention(
 
 
 def attention_core(
-    experiment: Experiment, per_device: Callable[..., jax.Array] = call
+    experiment: Experiment, per_device: Callable[..., jax.Array] = call, *, by_types: bool = False
 ) -> Callable[..., jax.Array]:
-    """The core of an experiment on this process's devices. `per_device` is as in `blockwise_attention`."""
-    match core_in_jax(experiment, platform=jax.default_backend()):
+    """The core of an experiment on this process's devices; `by_types` for jax-explicit.
+
+    `per_device` is as in `blockwise_attention`.
+    """
+    match core_in_jax(experiment, platform=jax.default_backend(), by_types=by_types):
         case "dense":
             return dense_attention
         case "blockwise":

@@ -239,7 +239,9 @@ def _read_attention(run: Observed) -> Iterator[Finding]:
     if len(sizes) < len(run.work.attention):
         found.add("fused" if run.engine.is_jax or model.attention == "fused" else "blockwise")
     platform = run.record.manifest.platform
-    asked = core_in_jax(run.experiment, platform=platform) if run.engine.is_jax else model.attention
+    asked = model.attention
+    if run.engine.is_jax:
+        asked = core_in_jax(run.experiment, platform=platform, by_types=run.engine.sends_by == "types")
     words = ", ".join(sorted(found))
     yield Finding("model.attention", words if asked == "auto" else asked, words)
 

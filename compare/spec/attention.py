@@ -28,16 +28,30 @@ def why_not_core(core: str, experiment: Experiment) -> str:
     return ""
 
 
-def why_not_cudnn(experiment: Experiment) -> str:
-    """The reason why JAX's fused core, cuDNN's kernel, cannot compute an experiment; '' if it can."""
+def why_not_in_jax(core: str, experiment: Experiment, *, by_types: bool) -> str:
+    """The reason why a JAX engine cannot compute an experiment by a core; '' if it can.
+
+    Its fused core is cuDNN's kernel. `by_types` is true for jax-explicit.
+    """
     model, layout = experiment.model, experiment.layout
+    has_own_positions = layout.cp > 1 and layout.context != "ulysses"
+    if by_types and layout.pp > 1 and (core == "fused" or (core == "blockwise" and has_own_positions)):
+        of_cp = f" and layout.cp = {layout.cp}" * (core == "blockwise")
+        return (
+            f"model.attention = {core} with layout.pp = {layout.pp}{of_cp}: in a shard_map inside a vmap over "
+            "stages JAX loses the type of gradients: set model.attention = auto"
+        )
+    if why := why_not_core(core, experiment):
+        return why
     head_dim = model.n_embd // model.n_head
+    if core != "fused":
+        return ""
     if head_dim % HEAD_DIM or head_dim > MOST_HEAD_DIM:
         return (
             f"model.attention = fused: cuDNN takes heads of {HEAD_DIM}, {2 * HEAD_DIM}, .. {MOST_HEAD_DIM} "
             f"features, and n_embd / n_head is {head_dim}: set model.attention = blockwise"
         )
-    if layout.cp > 1 and layout.context != "ulysses":
+    if has_own_positions:
         return (
             f"model.attention = fused with layout.context = {layout.context}: cuDNN's causal mask is of "
             "whole sequences, and a device has queries of some positions: use ulysses, or set "
@@ -46,11 +60,12 @@ def why_not_cudnn(experiment: Experiment) -> str:
     return ""
 
 
-def core_in_jax(experiment: Experiment, *, platform: str) -> Core:
-    """The core that JAX engines run: `model.attention` with auto resolved to the fastest exact core."""
+def core_in_jax(experiment: Experiment, *, platform: str, by_types: bool) -> Core:
+    """The core that a JAX engine runs: `model.attention` with auto resolved to the fastest possible core."""
     if experiment.model.attention != "auto":
         return experiment.model.attention
-    if platform == "gpu" and not (why_not_core("fused", experiment) or why_not_cudnn(experiment)):
-        return "fused"
-    is_long = experiment.model.block_size >= FEWEST_POSITIONS
-    return "blockwise" if is_long and not experiment.model.dropout else "dense"
+    is_fast = {"fused": platform == "gpu", "blockwise": experiment.model.block_size >= FEWEST_POSITIONS}
+    for core in ("fused", "blockwise"):
+        if is_fast[core] and not why_not_in_jax(core, experiment, by_types=by_types):
+            return core
+    return "dense"

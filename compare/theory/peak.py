@@ -17,6 +17,7 @@ else one device's. In 16 bits the stream and the scores have 32 bits. Numbers th
 measured peak (`tests/data/peaks.json`).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 from compare.contract.record import ON_HOST
@@ -144,23 +145,24 @@ def _activations(engine: str, experiment: Experiment, stage: int) -> float:
         dots.append(Stored(inside=MLP_DOTS * (experts - 1)))
     if layout.context == "allgather":
         block.append(fetched)
+    core = core_in_jax(experiment, platform="cpu", by_types=able.sends_by == "types")
+    size_of = partial(_bytes, experiment=experiment, has_scores=core == "dense")
     remat = able.remat_for(layout)
     stored = {"full": [Stored(stream=1)], "dots": dots, "none": block}[remat]
     blocks = model.n_layer / (layout.pp * layout.chunks) * in_flight(engine, experiment, stage)
     tokens, casts = _tokens(experiment), 0.0
     if _narrow(experiment) == NARROW:
         casts = NARROW * on_one_device(block_parameters(model, 0), layout)
-    kept = tokens * _bytes(stored, experiment) + casts * (remat == "none")
-    running = _bytes([*block, fetched, framework.running], experiment)
+    kept = tokens * size_of(stored) + casts * (remat == "none")
+    running = size_of([*block, fetched, framework.running])
     return blocks * kept + tokens * running + casts
 
 
-def _bytes(stored: list[Stored], experiment: Experiment) -> float:
+def _bytes(stored: list[Stored], experiment: Experiment, *, has_scores: bool) -> float:
     """Bytes per token. Numbers that tp splits have the dtype of products."""
     model, layout = experiment.model, experiment.layout
     wide, narrow = storage_dtype(experiment).itemsize, _narrow(experiment)
     split = layout.tp if layout.sequence_parallel else 1
-    has_scores = core_in_jax(experiment, platform="cpu") == "dense"
     return sum(
         model.n_embd * (wide * each.stream / split + narrow * (each.entering + each.inside / layout.tp))
         + model.n_head * model.block_size * wide * each.scores * has_scores / layout.tp

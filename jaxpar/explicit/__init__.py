@@ -66,7 +66,9 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
 def _loss(experiment: Experiment, placements: Any) -> Loss:
     """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
-    hooks = Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment, per_device))
+    hooks = Hooks(
+        remat=remat_of(experiment.layout), core=attention_core(experiment, per_device, by_types=True)
+    )
     data_parallel.type_rows(hooks)
     if layout.tp > 1:
         tensor_parallel.split_layers(hooks, experiment)

@@ -86,11 +86,13 @@ _broadcast.defvjp(lambda w, *static: (_broadcast(w, *static), None), _sum_rows)
 def per_device(attend: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """attend(q, k, v, ...) of (B, T, H, D) with each device's part. More arrays are positions of q and of k.
 
-    A loop over positions that are split has no type, and neither has the kernel of cuDNN. If cp splits the
-    positions of q, k and v are {R:cp}.
+    A loop over positions that are split has no type, and neither has the kernel of cuDNN. Where cp splits the
+    positions of q, k and v are {R:cp}. Other loops keep their types.
     """
     q_BTHD, *kv = arrays[:3]
     (_, of_positions, *_), spec = axes_of_dims(q_BTHD), jax.typeof(q_BTHD).sharding.spec
+    if arrays[3:] and not of_positions:
+        return attend(*arrays)
     specs = spec, *(jax.typeof(x).sharding.spec for x in kv), P(of_positions), P()
     *qkv, positions = *arrays[:3], [reshard(x, s) for x, s in zip(arrays[3:], specs[3:], strict=False)]
 

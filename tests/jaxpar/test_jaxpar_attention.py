@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from compare.judge.strategy import strategy_of
 from compare.spec.attention import core_in_jax
 from compare.spec.engines.registry import ENGINES
-from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, parse
+from compare.spec.experiment import Experiment, ExperimentError, Layout, Precision, edited, parse
 from jaxpar.attention import blockwise_attention, dense_attention
 from jaxpar.measure.work import operations, work_of
 from jaxpar.programs import trace_train
@@ -119,7 +119,7 @@ def test_core_that_auto_chooses():
     def core(platform="cpu", length=1024, dtype="float32", **fields):
         model = replace(MODEL, n_embd=64, block_size=length, **fields)
         experiment = edited(Experiment(model=model), {"precision": {"dtype": dtype}})
-        return core_in_jax(experiment, platform=platform)
+        return core_in_jax(experiment, platform=platform, by_types=False)
 
     assert [core(length=length) for length in (511, 512)] == ["dense", "blockwise"]
     assert core(dropout=0.1) == core("gpu", dtype="bfloat16", dropout=0.1) == "dense"
@@ -146,11 +146,14 @@ def test_impossible_core_is_rejected(fields, words):
     [
         ("jax-manual", {"n_embd": 24}, Layout(), "cuDNN takes heads of 8, 16, .. 128 features"),
         ("jax-manual", {}, Layout(cp=2), "use ulysses"),
+        ("jax-explicit", {}, Layout(pp=2, microbatches=2, schedule="gpipe"), "loses the type of gradients"),
         ("torch-manual", {}, Layout(cp=2, context="ring"), "a ring computes blocks"),
     ],
-    ids=["heads", "positions", "ring of torch"],
+    ids=["heads", "positions", "stages in types", "ring of torch"],
 )
 def test_fused_that_an_engine_lacks_is_rejected(engine, model, layout, words):
-    experiment = Experiment(model=replace(MODEL, attention="fused", **model), layout=layout)
+    experiment = Experiment(
+        model=replace(MODEL, attention="fused", **model), layout=layout, precision=Precision(dtype="float16")
+    )
     assert words in ENGINES[engine].why_not_train(experiment)
     assert not ENGINES[engine].why_not_train(edited(experiment, {"model": {"attention": "blockwise"}}))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from compare.spec.attention import why_not_cudnn
+from compare.spec.attention import why_not_in_jax
 from compare.spec.axes import SHARDED_FROM
 from compare.spec.experiment import Experiment, ExperimentError, Layout
 
@@ -147,7 +147,7 @@ class Engine(Struct, frozen=True, kw_only=True):
         """The reason why this engine cannot compute attention by `model.attention`; '' if it can."""
         core, layout = experiment.model.attention, experiment.layout
         if self.is_jax:
-            return why_not_cudnn(experiment) if core == "fused" else ""
+            return why_not_in_jax(core, experiment, by_types=self.sends_by == "types")
         if core in ("dense", "fused") and layout.cp > 1 and layout.context == "ring":
             return (
                 f"model.attention = {core} with layout.context = ring: PyTorch's core is of whole sequences, "
