@@ -38,7 +38,7 @@ def why_not_in_jax(core: str, experiment: Experiment, *, by_types: bool) -> str:
     if by_types and layout.pp > 1 and (core == "fused" or (core == "blockwise" and has_own_positions)):
         of_cp = f" and layout.cp = {layout.cp}" * (core == "blockwise")
         return (
-            f"model.attention = {core} with layout.pp = {layout.pp}{of_cp}: in a shard_map inside a vmap over "
+            f"model.attention = {core} with layout.pp = {layout.pp}{of_cp}: in a shard_map inside a vmap of "
             "stages JAX loses the type of gradients: set model.attention = auto"
         )
     if why := why_not_core(core, experiment):

@@ -17,7 +17,7 @@ from compare.run import study
 from compare.setup import fitting
 from compare.setup.presets import spread
 from compare.spec.engines.registry import STUDIED
-from compare.spec.experiment import ExperimentError, Layout, edited, load, to_toml
+from compare.spec.experiment import Experiment, ExperimentError, Layout, edited, load, to_toml
 from compare.theory.memory import bytes_at_rest
 from tests.support import small_checkpoint
 from tests.support.rows import short
@@ -126,11 +126,11 @@ def test_unable_engines_are_skipped_with_reason(tmp_path, monkeypatch, capsys):
 
 def test_fitting_keeps_order_and_needs_one_engine():
     layout = Layout(pp=2, schedule="zero_bubble", microbatches=2, dp_replicate=2)
-    able, left_out = fitting.fitting(list(STUDIED), layout)
+    able, left_out = fitting.fitting(list(STUDIED), Experiment(layout=layout))
     assert able == ["torch-manual"]
     assert "DDP reduces wrongly" in left_out["torch-library"]
     with pytest.raises(ExperimentError, match="no engine can run this layout: jax-compiler: "):
-        fitting.fitting(["jax-compiler", "jax-manual"], layout)
+        fitting.fitting(["jax-compiler", "jax-manual"], Experiment(layout=layout))
 
 
 def test_refusal_of_all_cases_is_printed_once(nothing_starts, capsys):

@@ -119,9 +119,9 @@ def test_preset_runs_on_demo(name):
     pure = preset_layout(Layout(), name)
     assert preset_layout(Layout(zero=2, gradient_sync="flat"), name).axes == pure.axes
     command = parse(["run", "experts" if preset.ranks_per_ep else "demo", "--preset", name])
-    layout = command.resolve().layout
-    assert layout.devices == pure.devices
-    assert fitting(list(STUDIED), layout)[0]
+    experiment = command.resolve()
+    assert experiment.layout.devices == pure.devices
+    assert fitting(list(STUDIED), experiment)[0]
 
 
 def test_preset_drops_settings_without_effect():
