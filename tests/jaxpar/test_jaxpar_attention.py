@@ -60,20 +60,18 @@ def test_memory_of_a_step_grows_with_t(remat):
 
 
 LAYOUTS = {
-    "compiler": (Layout(cp=2, zigzag=True, tp=2), {}),
-    "explicit": (Layout(cp=2, zigzag=True, dp_shard=2, zero=3), {}),
-    "manual": (Layout(cp=2, context="ring", zigzag=True, dp_replicate=2), {}),
-    "explicit pipeline": (Layout(pp=2, schedule="gpipe", microbatches=2, dp_replicate=2), {"n_layer": 2}),
+    "compiler": Layout(cp=2, zigzag=True, tp=2),
+    "explicit": Layout(cp=2, zigzag=True, dp_shard=2, zero=3),
+    "manual": Layout(cp=2, context="ring", zigzag=True, dp_replicate=2),
+    "explicit pipeline": Layout(pp=2, schedule="gpipe", microbatches=2, dp_replicate=2),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_blockwise_steps_equal_dense_steps(name):
-    """Two steps of a layout against two dense steps of one device, with the messages of the dense core."""
-    layout, fields = LAYOUTS[name]
-    engine = f"jax-{name.split()[0]}"
-    model = replace(MODEL, n_layer=2, n_head=4, n_kv_head=2, block_size=16, position="rope", **fields)
-    outcome = two_steps(engine, layout, model=replace(model, attention="blockwise"))
+    """Two steps of a layout against two dense steps of one device."""
+    model = replace(MODEL, n_layer=2, n_head=4, n_kv_head=2, block_size=16, position="rope")
+    outcome = two_steps(f"jax-{name.split()[0]}", LAYOUTS[name], model=replace(model, attention="blockwise"))
     errors = worst_errors(outcome, model)
     assert max(errors.values()) <= 1e-12, errors  # measured: 5e-14
 
