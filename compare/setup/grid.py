@@ -112,9 +112,7 @@ def against_one_device(
         single = spread(experiment, "single")
         # Layouts and attention cores change no numbers, and the reference runs operator by operator.
         layout = replace(next(iter(names), single).layout, compile=Layout().compile)
-        plain = replace(
-            single, layout=layout, model=replace(single.model, attention=Model().attention)
-        )
+        plain = replace(single, layout=layout, model=replace(single.model, attention=Model().attention))
         if plain not in names:
             variant = setting_without(coordinates.get("variant", ""), "layout.", SAME_NUMBERS)
             place = {"layout": ONE_DEVICE} | ({"variant": variant} if variant else {})
