@@ -5,6 +5,7 @@ Each training is compared with the plain GPT on one device, which another file c
 
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS
 from compare.contract.record import read_tensors
 from compare.contract.request import Request, Rung
 from compare.numerics.data import open_corpus
@@ -29,7 +31,7 @@ from tests.support.ranks import on_ranks_apart, rank_of
 from tests.support.warm import run_forked
 from torchpar import train
 from torchpar.comm import process_groups
-from torchpar.comm.collectives import Axis, gather_equal
+from torchpar.comm.collectives import Axis, Work, gather_equal
 from torchpar.comm.nccl_like import BACKEND, NcclLike
 from torchpar.launch import Rank, launch
 from torchpar.measure.instruments import Instruments
@@ -190,6 +192,23 @@ def test_messages_have_one_order(rank: int) -> None:
         assert received.tolist() == [1.0 - rank] * 2
         pair.start_shift(received, sent).wait()
         assert received.tolist() == [1.0 - rank] * 2
+
+
+@on_ranks_apart
+def test_interleaved_gradients_have_a_group_of_their_own(rank: int) -> None:
+    """On NCCL a receive of a gradient would hold up the activations behind it."""
+    preset, groups = "pp_interleaved", defaultdict[str, set[str]](set)
+    start = Axis.start_send
+
+    def start_send(axis: Axis, tensor: torch.Tensor, *, to: int, purpose: str = "") -> Work:
+        assert axis.group is not None
+        groups[purpose].add(axis.group.group_name)
+        return start(axis, tensor, to=to, purpose=purpose)
+
+    with patch.object(Axis, "start_send", start_send):
+        trained(rank, "torch-manual", experiment_of(preset), Path("groups"))
+    if rank < 2:
+        assert not groups[ACTIVATIONS] & groups[ACTIVATION_GRADIENTS]
 
 
 @on_ranks_apart

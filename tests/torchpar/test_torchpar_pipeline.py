@@ -99,7 +99,7 @@ class Pipeline:
 
     def __init__(self, own: dict[int, nn.Module], schedule: Schedule, axis: Axis, **options: Any):
         self.axis, self.schedule = axis, schedule
-        self.options = {"loss_scale": 1.0, "no_sync": nullcontext, **options}
+        self.options = {"upwards": axis, "loss_scale": 1.0, "no_sync": nullcontext, **options}
         stages = 1 + max(task.stage for tasks in schedule for task in tasks)
         self.part: Any = SimpleNamespace(stages=stages, mean_loss=loss, empty_stream=empty_stream)
         halves = any(task.kind == Kind.BACKWARD_WEIGHT for task in schedule[0])

@@ -12,7 +12,8 @@ from compare.spec.axes import DATA, EP, REPLICAS, ROWS, SHARDS, joined, joined_o
 from compare.spec.experiment import Layout
 from compare.system.facts import cpu_model
 from torchpar.comm.collectives import Axis
-from torchpar.comm.process_groups import make_group
+from torchpar.comm.gloo import is_gloo
+from torchpar.comm.process_groups import make_group, make_group_again
 
 EXPERTS_DATA = tuple(name for name in DATA if name != EP)
 """The axes along which the gradients of an expert are summed."""
@@ -27,6 +28,8 @@ class Mesh:
     world: Axis
     """All ranks, for communication outside of a step."""
     device: torch.device
+    timeout: datetime.timedelta | None = None
+    """The time-out of the groups; None: PyTorch's."""
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -34,6 +37,17 @@ class Mesh:
     def joined(self, *names: str) -> Axis:
         """Several axes as one, the first outermost. Axes of one rank are dropped, if another has more."""
         return self[joined_of(names, {name: self[name].size for name in names}) or names[-1]]
+
+    def again(self, name: str) -> Axis:
+        """An axis with a group of its own. On NCCL its calls do not wait for the calls of the first group.
+
+        All ranks call this together. Under gloo it is the same axis.
+        """
+        axis = self[name]
+        if axis.group is None or is_gloo(axis.group):
+            return axis
+        group = make_group_again(axis.group, name, self.timeout)
+        return Axis(name, size=axis.size, rank=axis.rank, group=group)
 
 
 def make_mesh(
@@ -59,7 +73,7 @@ def make_mesh(
     several = {joined_of(names, sizes): [name for name in names if sizes[name] > 1] for names in together}
     axes = {name: make_axis(name) for name in sizes}
     axes |= {name: make_axis(*names) for name, names in several.items() if len(names) > 1}
-    return Mesh(axes, world=make_axis(*sizes), device=device)
+    return Mesh(axes, world=make_axis(*sizes), device=device, timeout=timeout)
 
 
 def device_kind(device: torch.device) -> str:

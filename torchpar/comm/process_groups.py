@@ -11,7 +11,7 @@ from compare.side.host_facts import agree, facts_here
 from compare.spec.experiment import Experiment
 from torchpar import PACKAGES
 from torchpar.comm import gloo
-from torchpar.comm.collectives import Axis
+from torchpar.comm.collectives import MESH, Axis
 from torchpar.launch import Rank, gpu_of
 
 BACKENDS = {"cpu": gloo.BACKEND, "gpu": "nccl"}
@@ -69,6 +69,20 @@ def make_group(lines: Sequence[list[int]], timeout: datetime.timedelta | None = 
         group = dist.new_subgroups_by_enumeration(list(lines), timeout=timeout)[0]
     assert group is not None
     return group
+
+
+def make_group_again(
+    group: dist.ProcessGroup, axis: str, timeout: datetime.timedelta | None
+) -> dist.ProcessGroup:
+    """A second group of the same ranks, for the mesh axis with this name. All ranks call this together."""
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout,
+        use_local_synchronization=True,
+        group_desc=MESH + axis,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def leave_group() -> None:

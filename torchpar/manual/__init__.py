@@ -59,7 +59,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
     for sharding in reversed(shardings):  # gathering undoes the last split first
         engine = engine.with_sharding(sharding)
     if isinstance(part, GPTStages):  # gathered last: the stages of other ranks come on the CPU
-        engine = run_stages(part, engine, mesh[PP], layout)
+        engine = run_stages(part, engine, mesh, layout)
     return replace(engine, compiled=compiled)
 
 

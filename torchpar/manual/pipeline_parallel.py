@@ -32,9 +32,11 @@ from compare.contract.communication import ACTIVATION_GRADIENTS, ACTIVATIONS, LO
 from compare.pipeline.rendezvous import in_one_order, is_receive
 from compare.pipeline.schedules import Kind, Schedule, Task, forward_only, make_schedule
 from compare.pipeline.simulator import Action, with_communication
+from compare.spec.axes import PP
 from compare.spec.experiment import Layout
 from torchpar.batch import RankBatch
 from torchpar.comm.collectives import Axis, Work
+from torchpar.comm.mesh import Mesh
 from torchpar.engine import Engine
 from torchpar.gpt_stages import GPTStages
 from torchpar.manual.stage import Stage
@@ -96,6 +98,7 @@ def run_pipeline(
     targets: Sequence[torch.Tensor],
     keys: Sequence[torch.Tensor] = (),
     *,
+    upwards: Axis,
     loss_scale: float,
     no_sync: Context,
 ) -> torch.Tensor:
@@ -104,12 +107,15 @@ def run_pipeline(
     Args:
         stages: this rank's, by their number along the model.
         part: the module of the stages, which computes the loss and knows the shape of the messages.
+        axis: the ranks of the pipeline, which send activations.
+        upwards: the same ranks, which send gradients.
         inputs: (B, T) of each microbatch, the same on all ranks; so are targets, and keys for dropout.
         no_sync: made for each backward except the last one of each stage.
     """
     last_stage = part.stages - 1
     mail: dict[Message, Any] = {Message(ACTIVATIONS, 0, m): x for m, x in enumerate(inputs) if 0 in stages}
     receiving, sending = dict[Message, Work](), dict[Message, Work]()
+    axis_of = {ACTIVATIONS: axis, ACTIVATION_GRADIENTS: upwards}
 
     def finish(stage: int, m: int, y: torch.Tensor) -> torch.Tensor:
         return part.mean_loss(y, targets[m]) * loss_scale / len(inputs) if stage == last_stage else y
@@ -128,11 +134,12 @@ def run_pipeline(
             # Post the receive: the message arrives while this rank computes earlier tasks.
             message = message_of(action)
             mail[message] = part.empty_stream(inputs[m])  # a gradient has the shape of its activation
-            receiving[message] = axis.start_receive(mail[message], source=action.peer)
+            receiving[message] = axis_of[message.purpose].start_receive(mail[message], source=action.peer)
         elif action.what != "compute":
             # Send an activation to the next stage, or a gradient to the stage before, and compute on.
             message = message_of(action)
-            sending[message] = axis.start_send(mail[message], to=action.peer, purpose=message.purpose)
+            way = axis_of[message.purpose]
+            sending[message] = way.start_send(mail[message], to=action.peer, purpose=message.purpose)
         elif kind == Kind.FORWARD:
             x = take(Message(ACTIVATIONS, stage, m))
             y = stages[stage].forward(m, x, *keys[m : m + 1], finish=partial(finish, stage, m))
@@ -159,8 +166,13 @@ def run_pipeline(
     return total / loss_scale
 
 
-def run_stages(part: GPTStages, engine: Engine, axis: Axis, layout: Layout) -> Engine:
-    """Run a rank's stages of a GPT by the layout's schedule. `engine.module` is `part`, or wraps it."""
+def run_stages(part: GPTStages, engine: Engine, mesh: Mesh, layout: Layout) -> Engine:
+    """Run a rank's stages of a GPT by the layout's schedule. `engine.module` is `part`, or wraps it.
+
+    NCCL runs the calls of a group one at a time. Interleaved stages send activations and gradients at once.
+    """
+    axis = mesh[PP]
+    upwards = mesh.again(PP) if layout.schedule == "interleaved" else axis
     kind = ZeroBubbleStage if layout.schedule == "zero_bubble" else Stage
     stages = {number: kind(engine.module, number) for number in part.blocks_of}
 
@@ -176,7 +188,7 @@ def run_stages(part: GPTStages, engine: Engine, axis: Axis, layout: Layout) -> E
         batches = [t.flatten(0, 1).split(size) for t in batch if t is not None]
         actions = plan(len(batches[0]), evaluates=not torch.is_grad_enabled())
         part.forward_context = forward_context
-        options = {"loss_scale": loss_scale, "no_sync": engine.no_sync}
+        options = {"upwards": upwards, "loss_scale": loss_scale, "no_sync": engine.no_sync}
         return run_pipeline(actions, stages, part, axis, *batches, **options)
 
     return replace(engine.with_sharding(pipeline_sharding(axis, engine.parameters)), run_pipeline=run)
