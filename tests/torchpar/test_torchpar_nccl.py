@@ -41,7 +41,7 @@ def test_an_axis_is_one_split() -> None:
 
     def split_group(*, split_ranks: list[list[int]], timeout: datetime.timedelta) -> object:
         splits.append((split_ranks, timeout.total_seconds()))
-        return object()
+        return SimpleNamespace(group_name=str(split_ranks))
 
     with replaced(
         process_groups.dist,
@@ -50,7 +50,7 @@ def test_an_axis_is_one_split() -> None:
         new_subgroups_by_enumeration=None,
     ):
         timeout = process_groups.patience(Rank(rank=5, world_size=8, local_rank=5, timeout_s=1000.0))
-        world = patch.object(process_groups, "world_group", object)
+        world = patch.object(process_groups, "world_group", lambda: SimpleNamespace(group_name="0"))
         with world:
             make_mesh(Layout(dp_replicate=2, pp=2, tp=2), rank=5, device=CPU, timeout=timeout)
     assert splits == [
