@@ -52,9 +52,10 @@ def compile_ahead(request: ChipRequest) -> ChipProgram:
     experiment, chip = request.experiment, request.chip
     ENGINES[request.engine].require_experiment(experiment)
     configure_products("cpu", experiment.precision.product_dtype)
-    join_devices("cpu", experiment.layout.devices, None, timeout_s=0.0)
-    devices = find_devices(experiment.layout.devices, platform="cpu")
-    if chip.compiler != "cpu":
+    if chip.compiler == "cpu":
+        join_devices("cpu", experiment.layout.devices, None, timeout_s=0.0)
+        devices = find_devices(experiment.layout.devices, platform="cpu")
+    else:
         devices = absent_devices(chip)
     if len(devices) != experiment.layout.devices:
         raise ExperimentError(
