@@ -79,6 +79,26 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
 """By flag: when it has an effect, in words and as a condition."""
 
 
+def like_plain(cases: Iterable[Case]) -> dict[str, str]:
+    """The cases, by name, that their variant does not change, with the reason, if it changes other cases."""
+    found: dict[str, dict[str, str]] = {}
+    has_effect = set[str]()
+    for case in cases:
+        variant = case.coordinates.get("variant", "")
+        dead = [field for field in fields_of(variant) if field in EFFECTS and not EFFECTS[field][1](case)]
+        if variant and len(dead) == len(fields_of(variant)):
+            words = "; ".join(f"{field} has an effect only {EFFECTS[field][0]}" for field in dead)
+            found.setdefault(variant, {})[case.name] = words
+        else:
+            has_effect.add(variant)
+    return {name: why for variant in has_effect for name, why in found.get(variant, {}).items()}
+
+
+def fields_of(variant: str) -> list[str]:
+    """The fields that a variant sets, such as `layout.remat`. Raises ExperimentError: as `edits_of`."""
+    return [f"{section}.{field}" for section, edits in edits_of(variant).items() for field in edits]
+
+
 def require_effects(given: Collection[str], cases: Iterable[Case]) -> None:
     """Reject a given flag that changes no case, or a field of a variant that changes none of its cases.
 
@@ -89,8 +109,7 @@ def require_effects(given: Collection[str], cases: Iterable[Case]) -> None:
         of_variant.setdefault(case.coordinates.get("variant", ""), []).append(case)
     asked = [("--", given, cases)]
     for variant, own in of_variant.items():
-        fields = {f"{section}.{field}" for section, edits in edits_of(variant).items() for field in edits}
-        asked.append((f"--variants {variant}: ", fields, own))
+        asked.append((f"--variants {variant}: ", fields_of(variant), own))
     for flag, fields, own in asked:
         for field in sorted(EFFECTS.keys() & fields):
             words, has_effect = EFFECTS[field]

@@ -43,6 +43,18 @@ def test_variants_are_rows_after_plain_engine(tiny):
     assert len({case.block for case in cases}) == 1
 
 
+def test_variants_leave_out_engines_that_they_do_not_change(tiny):
+    """A JAX engine has no rows for options of torch-compiler; a variant that changes no case stays."""
+    how = {"engines": ("torch-compiler", "jax-manual", "torch-manual"), "presets": ("single",)}
+    variants = ("layout.compile=inductor", "layout.xla=tuned", "layout.compile=inductor,layout.remat=dots")
+    cases, left_out = grid_of(tiny, **how, devices=(1,), variants=variants)
+    assert not {f"{name} {variants[0]}.single" for name in how["engines"][1:]} & cases.keys()
+    assert f"torch-compiler {variants[0]}.single" in cases
+    assert all(f"{name} {variants[1]}.single" in cases for name in how["engines"])
+    assert f"jax-manual {variants[2]}.single" in cases
+    assert left_out[f"jax-manual {variants[0]}.single"].startswith("layout.compile has an effect only for ")
+
+
 def test_engine_named_twice_is_its_own_baseline(tiny):
     first, second = cases = cases_of(tiny, engines=("torch-manual", "torch-manual"))
     assert names(cases) == ["torch-manual.single", "torch-manual (2).single"]

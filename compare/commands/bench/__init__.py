@@ -22,6 +22,7 @@ from compare.execute.launch import EngineError
 from compare.flags import DEVICES, EngineName, PresetNames
 from compare.judge.outcome import Case, Grid, Outcome
 from compare.run.study import Study
+from compare.setup.effects import like_plain
 from compare.setup.fitting import as_preset
 from compare.setup.presets import PRESETS, check_names, check_presets, check_settings, edits_of, preset_layout
 from compare.show.findings import Column, Findings, findings_of, table_of
@@ -111,7 +112,9 @@ class Bench(Study, frozen=True, kw_only=True):
                 continue
             for number, engine in enumerate(engines, 1):
                 copy = engines[:number].count(engine)
-                request = Request(engine=engine, experiment=spec, timing=self.timing)
+                request = Request(
+                    engine=engine, experiment=spec, timing=self.timing, platform=self.platform
+                )
                 place = {
                     "layout": name,
                     "size": size,
@@ -125,6 +128,9 @@ class Bench(Study, frozen=True, kw_only=True):
                     left_out[case.name] = why
                 else:
                     cases[case.name] = case
+        for name, why in like_plain(cases.values()).items():
+            left_out[name] = why
+            del cases[name]
         if why := left_out.get(self.baseline):
             raise ExperimentError(f"--baseline {self.baseline}: {why}")
         names = dict.fromkeys(f"{case.engine}.{case.coordinates['layout']}" for case in cases.values())
