@@ -112,9 +112,7 @@ class Bench(Study, frozen=True, kw_only=True):
                 continue
             for number, engine in enumerate(engines, 1):
                 copy = engines[:number].count(engine)
-                request = Request(
-                    engine=engine, experiment=spec, timing=self.timing, platform=self.platform
-                )
+                request = Request(engine=engine, experiment=spec, timing=self.timing, platform=self.platform)
                 place = {
                     "layout": name,
                     "size": size,
