@@ -1,4 +1,4 @@
-"""docs/gpu_day.sh: its commands exist, and finished parts are kept. Stubs replace the programs that it calls."""
+"""docs/gpu_day.sh: its commands exist, and finished parts are kept. Stubs replace what the script calls."""
 
 import json
 import os
