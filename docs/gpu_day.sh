@@ -42,7 +42,8 @@ part profile 60 profile "$size" $one $work --engines torch-manual jax-compiler
 [ "$dry" ] && exit
 
 cat "$results"/*.txt
-[ -d "$results/bench" ] && shardpair report "$results/bench" --json > "$results/bench.json" && python3 - "$results/bench.json" << 'END'
+[ -d "$results/bench" ] && shardpair report "$results/bench" --json > "$results/bench.json"  # 1: rounds are missing
+[ -s "$results/bench.json" ] && python3 - "$results/bench.json" << 'END'
 import json, sys
 
 rows = json.load(open(sys.argv[1]))["rows"].get("single", [])
