@@ -8,9 +8,10 @@ import torch
 from msgspec.structs import replace
 
 from compare.contract.communication import summed
-from compare.spec.experiment import Layout
+from compare.spec.experiment import Experiment, Layout, edited
 from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train
 from tests.support.ranks import on_ranks
+from tests.support.torch_runs import trained
 from torchpar import compilation, manual
 from torchpar.measure.ledger import LedgerSink
 from torchpar.measure.watch import Watch
@@ -72,3 +73,29 @@ def test_compiled_blocks_are_observed(rank: int) -> None:
         seen.again,
         seen.logits_positions,
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "compile", "dropout", "compiled"),
+    [
+        ("torch-manual", "block", 0.1, "block, aot_eager, {} graphs"),  # a mask depends on its layer
+        ("nanogpt-loop", "aot_eager", 0.0, "aot_eager, 1 graph"),
+    ],
+)
+def test_compiled_run_equals_plain_run(
+    tmp_path, monkeypatch, tiny: Experiment, engine, compile, dropout, compiled
+):
+    """In bfloat16, on one device: the same losses, from as few programs as possible."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compilation, "BACKEND_OF_BLOCKS", "aot_eager")
+    mixed = edited(tiny, {"precision": {"dtype": "bfloat16"}, "model": {"dropout": dropout}})
+    records = [
+        trained(tmp_path / how, edited(mixed, {"layout": {"compile": how}}), engine)
+        for how in ("none", compile)
+    ]
+    plain, program = ([step.loss for step in record.steps] for record in records)
+    assert plain == pytest.approx(program, rel=1e-5)
+    assert records[1].work.compiled == compiled.format(tiny.model.n_layer)
+    assert records[1].work.forward == records[0].work.forward
+    assert (records[0].manifest.compile_s, records[0].work.compiled) == (0, "")
+    assert records[1].manifest.compile_s > 0
