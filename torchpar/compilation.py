@@ -16,6 +16,7 @@ makes one program for all of them, or with dropout one for each.
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,11 +44,29 @@ def resolve_backend(layout: Layout, device: torch.device, *, sizes_are_data: boo
     return layout.compile
 
 
-def compile_forward(module: nn.Module, backend: str) -> Compiled:
+def compile_forward(module: nn.Module, backend: str, layout: Layout) -> Compiled:
     """Compile a module's forward at its first call."""
-    compiled = CompiledWork(backend)
+    options = {"config_patches": buckets(layout)} if backend == "inductor" and layout.devices > 1 else {}
+    compiled = CompiledWork(backend, **options)
     module.forward = torch.compile(module.forward, backend=compiled.backend, fullgraph=True, dynamic=False)
     return compiled.work
+
+
+def buckets(layout: Layout) -> dict[str, Any]:
+    """Settings of inductor's own bucketing: a message of up to `layout.bucket_mb` for several parameters.
+
+    It merges independent messages of a graph that have the same kind, group and dtype. Of gathers it merges
+    those of a graph's inputs, the shards of parameters.
+    """
+    merged = {"all_gathers": "only_fsdp", "reduce_scatters": "all", "all_reduces": "all"}
+    sizes = dict.fromkeys(merged, partial(_bucket_mebibytes, layout.bucket_mb))
+    settings: dict[str, Any] = {f"bucket_{kind}_fx": which for kind, which in merged.items()}
+    return settings | {f"bucket_{kind}_fx_bucket_size_determinator": size for kind, size in sizes.items()}
+
+
+def _bucket_mebibytes(megabytes: float, number: int) -> float:
+    """The size of a graph's bucket, by its number, in inductor's unit."""
+    return megabytes * 1e6 / 2**20
 
 
 def compile_blocks(blocks: nn.ModuleList, layout: Layout, device: torch.device) -> Compiled | None:

@@ -12,10 +12,11 @@ Condition = Callable[[Case], bool]
 
 
 def _reduces_buckets(case: Case) -> bool:
-    """Whether an engine reduces gradients over replicas in buckets."""
+    """Whether an engine reduces gradients over replicas in buckets, or inductor buckets all messages."""
     engine, layout = ENGINES[case.engine], case.experiment.layout
     chosen = engine.offers_choice and layout.gradient_sync == "bucketed"
-    return layout.replicas > 1 and (chosen or "ddp" in engine.gradient_sync)
+    by_inductor = engine.sends_by == "dtensor" and layout.compile == "inductor" and layout.devices > 1
+    return by_inductor or (layout.replicas > 1 and (chosen or "ddp" in engine.gradient_sync))
 
 
 def _compiles(case: Case) -> bool:
@@ -37,7 +38,8 @@ EFFECTS: dict[str, tuple[str, Condition]] = {
         lambda case: case.experiment.layout.replicas > 1 and ENGINES[case.engine].offers_choice,
     ),
     "layout.bucket_mb": (
-        "with several replicas, for DDP or --layout.gradient_sync bucketed, or with --layout.zero 1",
+        "with several replicas, for DDP or --layout.gradient_sync bucketed, with --layout.zero 1, or for "
+        "torch-compiler with --layout.compile inductor",
         lambda case: case.experiment.layout.zero == 1 or _reduces_buckets(case),
     ),
     "layout.offload": (

@@ -218,7 +218,8 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     flat: one tensor, after backward. overlapped: per parameter, during backward. bucketed: in buckets, during
     backward. Other engines choose themselves."""
     bucket_mb: Annotated[float, Meta(ge=0.001, le=1e6)] = 25.0
-    """Size of a gradient bucket in MB (1e6 bytes), for bucketed and for DDP."""
+    """Size of a bucket in MB (1e6 bytes): of gradients, for bucketed and for DDP; of messages in a program of
+    inductor, for torch-compiler."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Activations that backward recomputes: none, all except matrix products (dots), or all (full). auto:
     dots in JAX engines, none in PyTorch engines, the fastest in each."""

@@ -3,6 +3,9 @@
 The backend is aot_eager: it traces as inductor does, and needs no C++ compiler.
 """
 
+import sys
+from unittest.mock import patch
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -12,8 +15,8 @@ from compare.spec.experiment import Experiment, Layout, edited
 from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, reference, train
 from tests.support.ranks import on_ranks
 from tests.support.torch_runs import trained
-from torchpar import compilation, manual
-from torchpar.measure.ledger import LedgerSink
+from torchpar import compilation, compiler, manual
+from torchpar.measure.ledger import LedgerSink, line_of
 from torchpar.measure.watch import Watch
 from torchpar.measure.work import WorkSink
 from torchpar.train import MAKE_ENGINE
@@ -99,3 +102,43 @@ def test_compiled_run_equals_plain_run(
     assert records[1].work.forward == records[0].work.forward
     assert (records[0].manifest.compile_s, records[0].work.compiled) == (0, "")
     assert records[1].manifest.compile_s > 0
+
+
+@on_ranks
+def test_inductor_buckets_messages(rank: int) -> None:
+    """The graph of a forward before and after inductor's passes; nothing is compiled or sent."""
+    import torch._inductor.compile_fx as inductor  # takes seconds
+
+    torch._dynamo.reset()
+    passes, gathers = inductor.post_grad_passes, []
+
+    def count_gathers(graph: torch.fx.GraphModule, is_inference: bool) -> None:
+        def note() -> None:
+            gathers.append(sum("all_gather_into" in str(node.target) for node in graph.graph.nodes))
+
+        note()
+        passes(graph, is_inference)
+        note()
+        raise StopIteration
+
+    layout = Layout(dp_shard=4, zero=3, compile="inductor")
+    for size in (25.0, 0.003):
+        with (
+            patch.object(inductor, "post_grad_passes", count_gathers),
+            patch("shutil.which", return_value="c++"),
+        ):
+            parallel, _ = make_parallel(compiler.make_engine, replace(layout, bucket_mb=size), rank, ADAM)
+            ids = torch.zeros(1, 8, dtype=torch.int64)
+            with pytest.raises(Exception, match="StopIteration"):
+                parallel.module(ids, ids)
+    assert gathers[:2] == [24, 1]
+    assert gathers[2] == 24 > gathers[3] > 1
+
+
+def test_line_of_a_message_is_not_in_a_generated_program(monkeypatch):
+    """Programs differ by rank, and the ledger joins the rows of ranks by their lines."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/generated")
+    program: dict = {}
+    exec(compile("def call(look): return look()", "/generated/ab/cab.py", "exec"), program)
+    line = program["call"](lambda: line_of(sys._getframe(1)))
+    assert line.startswith("test_compiled_blocks.py:")

@@ -38,7 +38,7 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
         parameters = dict(model.named_parameters())
         optimizer = make_optimizer(parameters, experiment)
         engine = Engine(module=model, optimizer=optimizer, parameters=parameters)
-    return engine if backend == "none" else replace(engine, compiled=compile_forward(model, backend))
+    return engine if backend == "none" else replace(engine, compiled=compile_forward(model, backend, layout))
 
 
 def _place(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> Engine:

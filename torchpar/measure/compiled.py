@@ -5,6 +5,7 @@ The dispatcher does not see the operators of a compiled program, so they are cou
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ TRACED = {
 
 
 class CompiledWork:
-    """Counts what a backend of torch.compile compiles. `backend` is passed to torch.compile."""
+    """Counts what a backend of torch.compile compiles, with its `options`.
 
-    def __init__(self, backend: str):
+    `backend` is passed to torch.compile.
+    """
+
+    def __init__(self, backend: str, **options: Any):
         import torch._dynamo  # takes a second, so only a compiled run imports it
 
-        self._compile = torch._dynamo.lookup_backend(backend)
+        self._compile = partial(torch._dynamo.lookup_backend(backend), **options)
         self._graphs = list[list[tuple[Part, int, bool]]]()
         self._runs = Counter[int]()  # by graph, in the step that is watched
 

@@ -285,7 +285,8 @@ def _runs(frame: FrameType | None, is_asked: Callable[[CodeType], bool]) -> bool
 
 
 def _is_a_place(file: str) -> bool:
-    """True outside of PyTorch, and of decorators, contexts and threads of Python's library."""
-    if file.startswith(_NOT_A_PLACE):
+    """True outside of PyTorch, its programs, and decorators, contexts and threads of Python's library."""
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # inductor sets it: its programs differ by rank
+    if file.startswith(_NOT_A_PLACE) or (generated and file.startswith(generated)):
         return False
     return file.startswith(_INSTALLED) or not file.startswith(_STANDARD_LIBRARY)

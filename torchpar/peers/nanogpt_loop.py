@@ -57,5 +57,5 @@ def make_engine(model: GPT, experiment: Experiment, mesh: Mesh, fill: Fill) -> E
         module=model,
         optimizer=make_optimizer(parameters, experiment),
         parameters=parameters,
-        compiled=None if backend == "none" else compile_forward(model, backend),
+        compiled=None if backend == "none" else compile_forward(model, backend, experiment.layout),
     )
