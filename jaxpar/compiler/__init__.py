@@ -37,7 +37,6 @@ from jaxpar.weights import STACKED
 def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
     """jax-compiler, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
-    loss = _loss(experiment, placements)
     shard = partial(fully_sharded.shard_parameters, placements=placements)
     accumulated = specs(placements, sharded=layout.zero >= 2)
     reduce = shard if layout.zero >= 2 else identity
@@ -46,6 +45,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     # ranks exchange tokens, which separate replica rows would prevent.
     axes = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
     deferred = data_parallel.deferred_replicas(experiment, axes)
+    loss = _loss(experiment, placements, mapped=axes if deferred > 1 else ())
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
         def accumulate(params: Any, batch: Any) -> Any:
@@ -72,8 +72,11 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any) -> Loss:
-    """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
+def _loss(experiment: Experiment, placements: Any, *, mapped: tuple[str, ...]) -> Loss:
+    """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it.
+
+    `mapped` are the axes of the `vmap` over replicas that calls it.
+    """
     layout, hooks = experiment.layout, Hooks(remat=remat_of(experiment.layout), sum_counts=sum_over_replicas)
     hooks.core = attention_core(experiment, tensor_parallel.pin_heads)
     if layout.tp > 1:
@@ -81,7 +84,7 @@ def _loss(experiment: Experiment, placements: Any) -> Loss:
     if layout.ep > 1:
         expert_parallel.shard_experts(hooks, experiment)
     if layout.cp > 1:
-        context_parallel.split_sequence(hooks, experiment)
+        context_parallel.split_sequence(hooks, experiment, mapped=mapped)
     if gathers_in_layers(layout):
         fully_sharded.gather_layers(hooks, placements[STACKED], layout)
     if layout.pp > 1:

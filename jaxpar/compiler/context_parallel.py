@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from compare.numerics.context import order_of_positions
-from compare.spec.axes import CP, TP
+from compare.spec.axes import CP, PP, TP
 from compare.spec.experiment import Experiment
 from jaxpar.attention import attention_core, call
 from jaxpar.hooks import Hooks
@@ -47,10 +47,14 @@ WANTED = {"allgather": (POSITIONS, WHOLE, WHOLE), "ulysses": (HEADS, HEADS, HEAD
 """Specs of q, k and v inside attention."""
 
 
-def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
-    """Constrain the arrays of attention; under zigzag set the global positions of the permuted batch."""
+def split_sequence(hooks: Hooks, experiment: Experiment, *, mapped: tuple[str, ...]) -> None:
+    """Constrain the arrays of attention; under zigzag set the global positions of the permuted batch.
+
+    `mapped` are the axes of the `vmap` over replicas that calls the model.
+    """
     layout, positions = experiment.layout, None
-    per_device = call if layout.context == "ulysses" else attend_per_device
+    axes = {AXIS, *mapped, *((PP,) if layout.pp > 1 else ())}
+    per_device = call if layout.context == "ulysses" else partial(attend_per_device, axes)
     hooks.core = attention_core(experiment, per_device)
     if layout.zigzag:
         order_T = order_of_positions(experiment.model.block_size, layout)
@@ -60,21 +64,18 @@ def split_sequence(hooks: Hooks, experiment: Experiment) -> None:
     hooks.attention = partial(constrained_attention, wanted=WANTED[layout.context], positions=positions)
 
 
-def attend_per_device(compute: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+def attend_per_device(axes: set[str], compute: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """compute(q, k, v and their positions) with this device's queries, and all keys.
 
     A loop over blocks runs over positions, of which a device has its own. One loop for all devices would
-    compute hidden blocks, too. So this part of the program is a `shard_map` over cp.
+    compute hidden blocks, too. So this part of the program is a `shard_map` over cp. `axes` are cp and the
+    axes of each `vmap` around it, whose dim JAX adds to the specs. check_vma is off: constants do not vary
+    along the axes of a `vmap`.
     """
     specs = P(None, AXIS), P(), P(), P(AXIS), P()
-
-    @partial(jax.shard_map, axis_names={AXIS}, in_specs=specs, out_specs=P(None, AXIS))
-    def of_device(q_BtHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, *positions: jax.Array):
-        # Nothing is sent. Backward all-reduces the gradients of k and v.
-        kv = (lax.pcast(x, AXIS, to="varying") for x in (k_BSKD, v_BSKD))
-        return compute(q_BtHD, *kv, *positions)
-
-    return of_device(*arrays)
+    # Nothing is sent. Backward all-reduces the gradients of k and v.
+    shard_map = partial(jax.shard_map, axis_names=axes, in_specs=specs, out_specs=P(None, AXIS))
+    return shard_map(compute, check_vma=False)(*arrays)
 
 
 def constrained_attention(

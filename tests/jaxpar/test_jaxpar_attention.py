@@ -61,6 +61,8 @@ def test_memory_of_a_step_grows_with_t(remat):
 
 LAYOUTS = {
     "compiler": Layout(cp=2, zigzag=True, tp=2),
+    "compiler pipeline": Layout(cp=2, pp=2, schedule="gpipe", microbatches=2),
+    "compiler replicas": Layout(cp=2, dp_replicate=2),
     "explicit": Layout(cp=2, zigzag=True, dp_shard=2, zero=3),
     "manual": Layout(cp=2, context="ring", zigzag=True, dp_replicate=2),
     "explicit pipeline": Layout(pp=2, schedule="gpipe", microbatches=2, dp_replicate=2),
