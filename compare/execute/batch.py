@@ -13,10 +13,9 @@ SCRIPT = """\
 #SBATCH --output=%x-%j.log
 
 turn=${{SLURM_RESTART_COUNT:-0}}
-run=runs/$SLURM_JOB_ID-$turn
-saved=$(ls -dt runs/"$SLURM_JOB_ID"-*/*/checkpoints/step-???????? 2>/dev/null | head -1)  # the newest
-if [ "$saved" ]; then
-  shardpair resume "${{saved%/*/checkpoints/*}}" {how} --run_dir "$run"
+run=runs/$SLURM_JOB_ID
+if [ -d "$run" ]; then
+  shardpair {study} --continue "$run" {how}
 else
   {line} --run_dir "$run"
 fi
@@ -36,10 +35,11 @@ def batch_script(line: str, *, nodes: int, gpus: int = 0, options: tuple[str, ..
     Hosts are `nodes`, with `gpus` each; `options` are of `srun`.
     """
     words = [word for word in shlex.split(line) if word.replace("dry-run", "dry_run") not in LEFT_OUT]
-    how = ["--launcher", "slurm", *(["--platform", "gpu"] if gpus else [])]
+    how = ["--launcher", "slurm"]
     how += [f"--launcher_options={shlex.join(options)}"] if options else []
     return SCRIPT.format(
         requests="\n".join(f"#SBATCH {request}" for request in requests(nodes, gpus)),
         line=shlex.join(words),
+        study="run" if words[1] == "resume" else words[1],
         how=shlex.join(how),
     )

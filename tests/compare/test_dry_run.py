@@ -164,7 +164,7 @@ def test_dry_run_takes_hosts_of_slurm_as_given(login_node, monkeypatch, capsys):
     script = printed[printed.index("#!/bin/bash") : printed.index("dry run: ")]
     assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in script
     assert "  shardpair run check --preset fsdp --launcher slurm --engines torch-manual --hosts 2" in script
-    assert '--launcher slurm --platform gpu --run_dir "$run"' in script
+    assert '  shardpair run --continue "$run" --launcher slurm\n' in script
     assert "--dry_run" not in script
     assert main([*SLURM.split(), "--hosts", "3", "--devices", "16", *wide]) == 2
     printed = capsys.readouterr().out
