@@ -158,7 +158,7 @@ def test_lines_lead_to_rows_and_rows_to_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sends"), [("tensor_parallel", "all_reduce_copy"), ("pipeline_parallel", "axis.start_send")]
+    ("strategy", "sends"), [("tensor_parallel", "all_reduce_copy"), ("pipeline_parallel", "way.start_send")]
 )
 def test_files_start_at_the_first_line_that_sends(strategy, sends):
     path = source_files("torch-manual", strategy)[0]

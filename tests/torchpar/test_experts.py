@@ -14,7 +14,6 @@ from compare.numerics.parameters import initial_parameters
 from compare.spec.axes import DATA
 from compare.spec.engines import registry
 from compare.spec.experiment import Experiment, ExperimentError, Layout, Model, Precision
-from tests.support import gpt_steps
 from tests.support.gpt_steps import ADAM, CONFIG, assert_same, backward, batches, make_gpt, make_parallel
 from tests.support.numpy_gpt import numpy_loss
 from tests.support.ranks import on_ranks
@@ -115,23 +114,22 @@ def test_experts_on_ranks(rank: int, engine: str, name: str) -> None:
     """Gradients equal the gradients of one device. The load-balance loss needs the choices of all ranks."""
     config, layout = replace(CONFIG, n_experts=4, balance=0.5), LAYOUTS[name]
     experiment = replace(ADAM, model=config)
-    with patch.object(gpt_steps, "CONFIG", config):
-        whole = make_gpt()
-        for inputs, targets in zip(*batches(0), strict=True):
-            (whole(inputs, targets)[1] / 2).backward()
-        expected = {name: p.grad for name, p in whole.named_parameters()}
-        model = make_gpt()
-        parallel, mesh = make_parallel(ENGINES[engine].make_engine, layout, rank, experiment, model)
-        data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
-        if name == "ddp":  # with the choices of this rank only
-            backward(parallel, mesh, 0, layout)
-            wrong = parallel.gather(parallel.gradients())[router]
-            assert (wrong - expected[router]).abs().max() > 1e-6
-            parallel.optimizer.zero_grad(set_to_none=True)
-        model.balance.total_counts = lambda counts: (data.all_reduce(counts), counts)[1]
+    whole = make_gpt(config)
+    for inputs, targets in zip(*batches(0), strict=True):
+        (whole(inputs, targets)[1] / 2).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    model = make_gpt(config)
+    parallel, mesh = make_parallel(ENGINES[engine].make_engine, layout, rank, experiment, model)
+    data, router = mesh.joined(*DATA), "transformer.h.0.mlp.router.weight"
+    if name == "ddp":  # with the choices of this rank only
         backward(parallel, mesh, 0, layout)
-        found = {"gradients": parallel.gather(parallel.gradients())}
-        assert_same(found, {"gradients": expected}, name)
+        wrong = parallel.gather(parallel.gradients())[router]
+        assert (wrong - expected[router]).abs().max() > 1e-6
+        parallel.optimizer.zero_grad(set_to_none=True)
+    model.balance.total_counts = lambda counts: (data.all_reduce(counts), counts)[1]
+    backward(parallel, mesh, 0, layout)
+    found = {"gradients": parallel.gather(parallel.gradients())}
+    assert_same(found, {"gradients": expected}, name)
 
 
 def test_grouped_experts_equal_single_products():

@@ -48,8 +48,8 @@ def split_sequence(model: GPT, axis: Axis, layout: Layout, device: torch.device)
     cores = [block.get_submodule("attn.core") for block in model.blocks]
     has_weights = model.config.dropout or model.config.attention == "dense"
     if layout.context == "allgather" and has_weights:  # whole rows of weights: all need one mask
-        length = model.config.block_size
-        seen_tT = model.positions(length, device=device)[:, None] >= torch.arange(length, device=device)
+        position_T = torch.arange(model.config.block_size, device=device)
+        seen_tT = model.positions(len(position_T) // axis.size, device=device)[:, None] >= position_T
         for core in cores:
             core.seen_TS = seen_tT
     mask = cache(causal_mask)  # one for all layers, because autograd saves it in each
