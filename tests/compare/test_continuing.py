@@ -74,11 +74,13 @@ def test_stopped_run_continues_and_passes(shardpair):
         assert [one.step for one in record.evaluations] == steps_due(record.manifest.experiment)
         for field in ("loss", "grad_norm"):
             values = [[getattr(step, field) for step in one.steps] for one in (record, whole)]
+            # In JAX a step that records gradients is another program: the last bit may differ.
             np.testing.assert_allclose(*values, rtol=1e-12, err_msg=field)
         assert record.ledger.rows == whole.ledger.rows
         for rung in Rung:
             kept, wanted = (read_tensors(one.folder, rung) for one in (record, whole))
             for tensor in [*wanted]:
+                # Adam divides a gradient by its own size, so small gradients amplify that bit.
                 np.testing.assert_allclose(kept[tensor], wanted[tensor], rtol=1e-9, atol=1e-12)
         request = record.request
         assert request

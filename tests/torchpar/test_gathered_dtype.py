@@ -44,4 +44,6 @@ def test_gathers_in_16_bits_change_no_number(rank: int, engine: str, layout: Lay
         bytes_sent(engine, replace(of, layout=layout, train=train))["all_gather", DP_SHARD, "parameters"]
         for of in (replace(mixed, precision=Precision(dtype="bfloat16")), mixed)
     ]
-    assert half / whole == pytest.approx(expected[1] / expected[0], rel=0.02)
+    # The libraries pad the vocabulary of 50, which 4 does not divide; torch-manual does not.
+    off = 1e-12 if engine == "torch-manual" else 0.005
+    assert half / whole == pytest.approx(expected[1] / expected[0], rel=off)

@@ -9,7 +9,7 @@ import tyro
 from msgspec import Struct
 from msgspec.structs import replace
 
-from compare.commands.ledger.chips import compile_all, findings_of_chips
+from compare.commands.ledger.chips import WHERE, compile_all, findings_of_chips
 from compare.contract.communication import Communication
 from compare.contract.record import Record
 from compare.flags import PresetNames, chosen_engines, find_pythons
@@ -145,11 +145,7 @@ JAX_ENGINES = [engine.name for engine in JAX.engines]
 PEER = "peers have no closed form of what they send"
 BELOW = "Bytes of a device in a step, all calls together. A cell is a multiple of the textbook's bytes."
 PLACES = (
-    Column[Communication]("operation", lambda row: row.kind),
-    Column[Communication]("axis", lambda row: row.axis),
-    Column[Communication]("for", lambda row: row.purpose),
-    Column[Communication]("stage", lambda row: str(row.stage)),
-    Column[Communication]("phase", lambda row: row.phase),
+    *WHERE,
     Column[Communication]("ranks", lambda row: str(row.group_size)),
     Column[Communication]("dtype", lambda row: row.dtype),
     Column[Communication]("calls", lambda row: row.calls, ",d"),

@@ -251,12 +251,16 @@ PROGRAMS = (
     Column[Program]("from the cache", lambda one: "yes" if one.program.is_cached else "no"),
     Column[Program]("not understood", lambda one: len(one.program.ledger.problems), "d"),
 )
-PLACES = (
+WHERE = (
     Column[Communication]("operation", lambda row: row.kind),
     Column[Communication]("axis", lambda row: row.axis),
     Column[Communication]("for", lambda row: row.purpose),
     Column[Communication]("stage", lambda row: str(row.stage)),
     Column[Communication]("phase", lambda row: row.phase),
+)
+"""The columns that every table of places begins with."""
+PLACES = (
+    *WHERE,
     Column[Communication]("dtype", lambda row: row.dtype),
     Column[Communication]("calls", lambda row: row.calls, ",d"),
     Column[Communication]("turns", lambda row: " x ".join(map(str, row.loops))),
