@@ -9,45 +9,28 @@ in `Strategy.uncompared`.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-import numpy as np
-
-from compare.contract.communication import GRADIENTS, PARAMETERS, REPLICATED_GRADIENTS, TIED_GRADIENTS
-from compare.contract.record import Record, read_tensors
-from compare.contract.request import Rung as Recorded
-from compare.contract.work import Kept
-from compare.judge.textbook import Observed, unlike_textbook, without_limit
-from compare.numerics.parameters import block_parameters, storage_dtype
+from compare.contract.record import Record
+from compare.judge.observed import Finding, Observed
+from compare.judge.strategy_dtypes import read_dtypes, read_gradient_sums, read_kept_dtypes
+from compare.judge.strategy_gradients import read_gradient_sync
+from compare.judge.textbook import unlike_textbook, without_limit
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
 from compare.spec.attention import core_in_jax
-from compare.spec.axes import PP, REPLICAS, joined_of
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
 from compare.spec.xla import xla_options
-from compare.theory.memory import bytes_at_rest, excess, padded_size, parameters_of_stage
+from compare.theory.memory import bytes_at_rest, excess
 from compare.theory.ring import HOP, orders_of_ring
 
 AT_REST = 0.05
 """Tolerance of bytes at rest: scalars such as Adam's step, beyond padding."""
-OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-"""XLA's names of dtypes."""
 OF_KERNEL = re.compile(r"(cudnn|flash|efficient)")
 """The kind of a fused kernel in its name."""
 SENT, LEDGER = "bytes sent", "the ledger"
-
-
-class Finding(NamedTuple):
-    """One setting: its name, the requested value, and the observed one.
-
-    For checks of other facts `asked` is "", and `found` is "" or a description of the fault.
-    """
-
-    setting: str
-    asked: str
-    found: str
 
 
 class Strategy(NamedTuple):
@@ -126,75 +109,6 @@ def _read_xla(run: Observed) -> Iterator[Finding]:
         )
 
 
-def _read_dtypes(run: Observed) -> Iterator[Finding]:
-    """Dtypes of matrix products, and of the gradients and streams that are sent."""
-    asked = run.experiment.precision.product_dtype
-    if asked == "tf32" and run.record.manifest.platform == "cpu":
-        asked = "float32"  # tf32 is a permission; a CPU has no such products
-    yield Finding("precision.dtype", asked, ", ".join(sorted(run.work.products)) or "none")
-    if run.engine.sends_by == "xla":
-        return  # XLA chooses the dtype of its messages
-    stored, sent = storage_dtype(run.experiment).name, dict[str, set[str]]()
-    for row in run.record.ledger.rows:
-        is_of_gradients = row.purpose in (GRADIENTS, REPLICATED_GRADIENTS, TIED_GRADIENTS)
-        is_of_stream = (row.kind, row.axis) == ("permute", PP)
-        what = "gradients" if is_of_gradients else "streams" if is_of_stream else ""
-        if (row.kind, row.purpose) == ("all_gather", PARAMETERS) and not run.engine.is_jax:
-            what = "weights"
-        if what and row.dtype:
-            sent.setdefault(what, set()).update(OF_HLO.get(dtype, dtype) for dtype in row.dtype.split(", "))
-    if _infers_shapes(run) and "streams" in sent:
-        sent["streams"] -= {"int32", "int64", "uint8"}  # the shapes
-    for what, dtypes in sent.items():
-        in_16_bits = what == "weights" and run.experiment.gathers_in_16_bits
-        expected = sorted({stored, asked} if in_16_bits else {stored})  # norms stay as they are stored
-        yield Finding(f"dtype of {what} that are sent", ", ".join(expected), ", ".join(sorted(dtypes)))
-
-
-def _infers_shapes(run: Observed) -> bool:
-    """True if the observed step is the first of PyTorch's pipeline, which runs and sends more than others."""
-    is_first = run.record.steps[0].instrumented
-    return is_first and run.experiment.layout.pp > 1 and run.engine.sends_by == "pytorch"
-
-
-def _read_kept_dtypes(run: Observed) -> Iterator[Finding]:
-    """Dtypes of operations that 16-bit training leaves in float32."""
-    if run.work.compiled:
-        raise ValueError(f"operators of a compiled program cannot be observed ({run.work.compiled})")
-    stored, model, layout = storage_dtype(run.experiment).name, run.experiment.model, run.experiment.layout
-    exists = {
-        "rotation": model.position == "rope",
-        "router": model.n_experts > 0,
-        "ring": layout.cp > 1 and layout.context == "ring",
-        "softmax": False,  # invisible in a fused kernel
-    }
-    for what in get_args(Kept):
-        found = run.work.kept.get(what, [])
-        if what == "ring" and stored in found:
-            found = [stored]  # the first parts are products in 16 bits
-        if found or exists.get(what, True):
-            yield Finding(f"dtype of the {what}", stored, ", ".join(found) or "none")
-
-
-def _read_gradient_sums(run: Observed) -> Iterator[Finding]:
-    """The dtype in which gradients are summed, if products have 16 bits.
-
-    Gradients of norms and positions are sums of float32 terms, which need all 24 bits. If the terms or the
-    partial sums were rounded to 8 or 11 bits, most sums would fit into 16.
-    """
-    gradients, layout = read_tensors(run.record.folder, Recorded.GRADIENTS), run.experiment.layout
-    terms = run.experiment.microbatches_per_step * layout.data_parallel * layout.cp
-    names = [name for name in ("embedding.position", "norm.scale") if name in gradients]
-    if not names or run.experiment.precision.dtype not in ("bfloat16", "float16"):
-        return
-    sums = np.concatenate([gradients[name].reshape(-1) for name in names])
-    sums = sums[np.isfinite(sums) & (sums != 0)] * np.float32(terms)
-    if sums.size:
-        needs_few = sums.view(np.uint32) % 256 == 0
-        found = "16 bits" if needs_few.mean() > 0.5 else "float32"
-        yield Finding("dtype in which gradients are added up", "float32", found)
-
-
 def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
     """Number of blocks that forward runs in a step: on all ranks, or in the one program that JAX traces."""
     layout, turns = experiment.layout, experiment.microbatches_per_step
@@ -210,7 +124,7 @@ def blocks_that_run(engine: Engine, experiment: Experiment) -> int:
 
 def _read_remat(run: Observed) -> Iterator[Finding]:
     """Recomputation in backward, from counts of operations."""
-    if _infers_shapes(run):
+    if run.infers_shapes:
         raise ValueError("PyTorch's pipeline infers shapes in the first step, which was observed")
     forward, again = Counter(run.work.forward), Counter(run.work.again)
     blocks = forward["activations"]
@@ -294,82 +208,6 @@ def _read_ring(run: Observed) -> Iterator[Finding]:
     yield Finding("layout.context", "ring", found)
 
 
-def _read_gradient_sync(run: Observed) -> Iterator[Finding]:
-    """How gradients are reduced over replicas, from the number, sizes and times of the all-reduces.
-
-    Only where the layout's choice is carried out: FSDP, sharded optimizers and experts reduce unit by unit.
-    """
-    layout, engine = run.experiment.layout, run.engine
-    by_ddp = engine.sends_by == "pytorch" and layout.tp == 1
-    if (
-        layout.replicas == 1
-        or layout.ep > 1
-        or not (engine.offers_choice or by_ddp)
-        or (layout.zero and not engine.is_jax)
-    ):
-        return
-    if by_ddp and run.record.steps[0].instrumented:
-        raise ValueError("DDP forms its buckets after the first step, which was observed")
-    asked = layout.gradient_sync if engine.offers_choice else engine.gradient_sync[0]
-    calls, replicas = [0] * layout.pp, joined_of(REPLICAS, layout.axes)
-    for row in run.record.ledger.rows:
-        if (row.kind, row.axis, row.purpose) == ("all_reduce", replicas, GRADIENTS):
-            calls[row.stage] += row.calls
-    messages = run.work.gradient_messages
-    early = {is_early for stage in messages for _, is_early in stage}
-    when = "partly within" if len(early) > 1 else "within" if True in early else "after"
-    found = f"all-reduces: {'/'.join(map(str, calls))}" + (f", {when} backward" if messages else "")
-    may_be_early = not (layout.pp > 1 and layout.schedule == "zero_bubble")  # no backward is the last
-    words = f"{asked} of {layout.bucket_mb:g} MB" if asked == "bucketed" or by_ddp else asked
-    for sync in dict.fromkeys((asked, *engine.gradient_sync)):
-        is_early = may_be_early and sync in ("overlapped", "bucketed")
-        if messages and early != {is_early}:
-            continue
-        if all(_fits(run, sync, stage, calls[stage]) for stage in range(layout.pp)):
-            found = words if sync == asked else f"{sync} ({'/'.join(map(str, calls))} calls)"
-            break
-    yield Finding("layout.gradient_sync", words, found)
-
-
-def _fits(run: Observed, sync: str, stage: int, calls: int) -> bool:
-    """True if all-reduces have the properties of a synchronisation.
-
-    naive and overlapped send each gradient alone, flat sends all at once. Buckets are filled from the last
-    gradient on, up to `bucket_mb`. If sizes are unknown (DDP, JAX), the number of calls is bounded: gradients
-    of a quarter of a bucket may go alone, and other buckets are half full.
-    """
-    layout, leaves = run.experiment.layout, leaves_of(run.engine, run.experiment, stage)
-    # JAX joins gradients that are split alike.
-    groups = (1 + (layout.pp > 1)) * (1 + (layout.tp > 1)) if run.engine.is_jax else 1
-    if sync in ("naive", "overlapped", "flat"):
-        return calls == (groups if sync == "flat" else len(leaves))
-    limit = layout.bucket_mb * 1e6
-    if run.work.gradient_messages:
-        sizes, buckets = [size for size, _ in run.work.gradient_messages[stage]], list[float]()
-        for leaf in reversed(leaves):
-            if not buckets or buckets[-1] + leaf > limit:
-                buckets.append(0.0)
-            buckets[-1] += leaf
-        return calls == len(sizes) and sizes == buckets
-    alone, others = sum(leaf >= limit / 4 for leaf in leaves), sum(x for x in leaves if x < limit / 4)
-    most = alone + 2 * others / limit + groups * layout.chunks
-    return sum(leaves) / (limit + max(leaves)) <= calls <= most
-
-
-def leaves_of(engine: Engine, experiment: Experiment, stage: int) -> list[float]:
-    """Bytes of each gradient that a device reduces. JAX stacks the gradients of a stage's layers."""
-    layout, model = experiment.layout, experiment.model
-    itemsize = storage_dtype(experiment).itemsize / (layout.dp_shard if layout.zero else 1)
-    parameters, copies = parameters_of_stage(engine.name, experiment, stage=stage), 1
-    if engine.is_jax:
-        block, copies = block_parameters(model, 0), model.n_layer // layout.pp
-        parameters = [*block, *(p for p in parameters if p not in block)]
-    return [
-        itemsize * (copies if p.name.startswith("blocks.") else 1) * padded_size(p, "flat", layout, 1)
-        for p in parameters
-    ]
-
-
 def _read_bytes_at_rest(run: Observed) -> Iterator[Finding]:
     """Bytes between two steps against the closed form, and weights of replicas against each other."""
     manifest = run.record.manifest
@@ -392,15 +230,15 @@ def _read_bytes_sent(run: Observed) -> Iterator[Finding]:
 READ: Mapping[str, Callable[[Observed], Iterator[Finding]]] = {
     "layout.compile": _read_compiler,
     "layout.xla": _read_xla,
-    "precision.dtype": _read_dtypes,
-    "dtypes of other operations": _read_kept_dtypes,
-    "sums of gradients": _read_gradient_sums,
+    "precision.dtype": read_dtypes,
+    "dtypes of other operations": read_kept_dtypes,
+    "sums of gradients": read_gradient_sums,
     "layout.remat": _read_remat,
     "model.attention": _read_attention,
     "train.loss_chunks": _read_loss_chunks,
     "layout.schedule": _read_schedule,
     "layout.context": _read_ring,
-    "layout.gradient_sync": _read_gradient_sync,
+    "layout.gradient_sync": read_gradient_sync,
     "bytes at rest": _read_bytes_at_rest,
     SENT: _read_bytes_sent,
 }

@@ -9,7 +9,6 @@ around the textbook. Other messages have no closed form, and `unlike_textbook` r
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -18,10 +17,9 @@ from msgspec.structs import replace
 from compare.contract.communication import METRICS, REPLICATED_GRADIENTS, Communication
 from compare.contract.ledger import SCALAR
 from compare.contract.record import Record
-from compare.contract.work import ObservedWork
+from compare.judge.observed import Observed
 from compare.numerics.parameters import storage_dtype
 from compare.spec.axes import CP, EP, REPLICAS, SHARDED_FROM, parts_of
-from compare.spec.engines.engine import Engine
 from compare.spec.experiment import Experiment, Layout
 from compare.theory.communication import EXCHANGE, SMALL, WIDE, bytes_sent, is_plain, role_of, textbook
 from compare.theory.memory import padding
@@ -35,15 +33,6 @@ the gradients of the tied embedding for each of its two uses."""
 OTHER_WAYS = 0.25
 """Share of all textbook bytes that a compiler may send where the textbook sends nothing. Worst measured:
 0.08, an exchange of a table's rows."""
-
-
-class Observed(NamedTuple):
-    """A record, its observed work, its engine, and the requested experiment."""
-
-    record: Record
-    work: ObservedWork
-    engine: Engine
-    experiment: Experiment
 
 
 class Flow(Struct, frozen=True):

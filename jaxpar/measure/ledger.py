@@ -27,7 +27,8 @@ from compare.contract.communication import (
 )
 from compare.contract.ledger import Ledger
 from compare.spec.axes import CP, EP, PP, TP, joined, parts_of
-from jaxpar.measure.hlo import Collective, collectives, groups_along
+from jaxpar.measure.hlo import groups_along
+from jaxpar.measure.hlo_collectives import Collective, collectives
 from jaxpar.mlp import EXPERTS
 
 SCALAR = 8  # bytes of a float64

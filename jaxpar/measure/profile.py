@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from compare.contract.record import Recorder
 from compare.contract.timeline import TRACES, Kind, Lane, Span, Timeline, profiled_step
 from compare.side.recording import Observer
-from jaxpar.measure.hlo import OP_NAME, called_by, collectives, computations, opcode_of
+from jaxpar.measure.hlo import OP_NAME, called_by, computations, opcode_of
+from jaxpar.measure.hlo_collectives import collectives
 from jaxpar.measure.ledger import key_of
 from jaxpar.run import Run
 

@@ -7,8 +7,9 @@ from compare.cli import main
 from compare.commands.bench.outcome import read_timings, rows_by_block
 from compare.execute.launch import EngineError
 from compare.judge import alone
+from compare.judge.observed import Finding
 from compare.judge.outcome import OUTCOME, read_outcome
-from compare.judge.strategy import Finding, Strategy
+from compare.judge.strategy import Strategy
 from compare.spec.experiment import ExperimentError
 from tests.support.made_up import bench
 

@@ -20,7 +20,7 @@ from compare.numerics.stream import arrays_of_step
 from compare.side.recording import Progress
 from compare.spec.axes import PP
 from compare.spec.experiment import Data, Experiment, Layout, Model, Train
-from jaxpar.measure.hlo import collectives
+from jaxpar.measure.hlo_collectives import collectives
 from jaxpar.measure.ledger import key_of
 from jaxpar.measure.profile import Execution, make_timeline, recorded
 from jaxpar.programs import compile_program, device_scalars, trace_train

@@ -21,7 +21,7 @@ from compare.spec.experiment import Layout, Model
 from compare.spec.xla import xla_options
 from jaxpar.checkpoint import local_shards, state_parts
 from jaxpar.comm.mesh import make_mesh
-from jaxpar.measure.hlo import collectives
+from jaxpar.measure.hlo_collectives import collectives
 from jaxpar.train import make_engine, restore_state
 from tests.support.assembly import assemble, cut
 from tests.support.checkpoints import STEP, UPDATES, assert_is_random, describe, random_state, write_random

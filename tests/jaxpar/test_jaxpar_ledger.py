@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from compare.contract.communication import Communication, summed
-from jaxpar.measure.hlo import collectives
+from jaxpar.measure.hlo_collectives import collectives
 from jaxpar.measure.ledger import read_ledger
 
 GRID = {"dp": 2, "tp": 2}

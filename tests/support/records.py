@@ -17,7 +17,8 @@ from compare.execute.this_machine import git_state
 from compare.judge.alone import judged
 from compare.judge.outcome import Case, Circumstances, Outcome, save, with_case
 from compare.judge.rungs import NAMED
-from compare.judge.strategy import blocks_that_run, leaves_of
+from compare.judge.strategy import blocks_that_run
+from compare.judge.strategy_gradients import leaves_of
 from compare.judge.verdict import Verdict, climb
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import global_norm, learning_rate, reference_step
