@@ -1,4 +1,4 @@
-"""What the rung "strategy" reads: a record with its observed work, and one finding for each setting."""
+"""Inputs and results of the readers of the rung "strategy" (`compare.judge.strategy`)."""
 
 from typing import NamedTuple
 
