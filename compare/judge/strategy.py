@@ -18,7 +18,7 @@ from compare.judge.strategy_gradients import read_gradient_sync
 from compare.judge.textbook import unlike_textbook, without_limit
 from compare.pipeline.schedules import make_schedule
 from compare.pipeline.ticks import lock_step
-from compare.spec.attention import core_in_jax
+from compare.spec.attention import core_in_jax, is_ring, positions_of_block
 from compare.spec.engines.engine import Engine
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import Experiment
@@ -141,15 +141,13 @@ def _read_remat(run: Observed) -> Iterator[Finding]:
 
 def _read_attention(run: Observed) -> Iterator[Finding]:
     """The attention core, from the weights that exist at one time, or the fused kernel."""
-    model, layout = run.experiment.model, run.experiment.layout
+    model = run.experiment.model
     if not run.work.attention and model.attention == "auto":
         return
     if not run.work.attention:
         raise ValueError(f"{run.engine.name} shows neither weights of attention nor a fused kernel")
-    is_ring = layout.cp > 1 and layout.context == "ring"
-    most = model.block_size // (layout.cp * (1 + layout.zigzag) if is_ring else 1)
     sizes = [int(each.split(" x ")[1]) for each in run.work.attention if " x " in each]
-    found = {"dense" if keys == most else "blockwise" for keys in sizes}
+    found = {"dense" if keys == positions_of_block(run.experiment) else "blockwise" for keys in sizes}
     if len(sizes) < len(run.work.attention):
         found.add("fused" if run.engine.is_jax or model.attention == "fused" else "blockwise")
     platform = run.record.manifest.platform
@@ -198,7 +196,7 @@ def _read_schedule(run: Observed) -> Iterator[Finding]:
 def _read_ring(run: Observed) -> Iterator[Finding]:
     """The order of a ring: products run between the start of a hop of K, V and the wait for it."""
     layout = run.experiment.layout
-    if layout.cp == 1 or layout.context != "ring":
+    if not is_ring(run.experiment):
         return
     orders = {*run.work.rings}
     expected = {x for x in orders if not x.replace(HOP, "")} if run.engine.is_jax else orders_of_ring(layout)

@@ -11,6 +11,7 @@ from compare.contract.request import Rung as Recorded
 from compare.contract.work import Kept
 from compare.judge.observed import Finding, Observed
 from compare.numerics.parameters import storage_dtype
+from compare.spec.attention import is_ring
 from compare.spec.axes import PP
 
 OF_HLO = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -46,11 +47,11 @@ def read_kept_dtypes(run: Observed) -> Iterator[Finding]:
     """Dtypes of operations that 16-bit training leaves in float32."""
     if run.work.compiled:
         raise ValueError(f"operators of a compiled program cannot be observed ({run.work.compiled})")
-    stored, model, layout = storage_dtype(run.experiment).name, run.experiment.model, run.experiment.layout
+    stored, model = storage_dtype(run.experiment).name, run.experiment.model
     exists = {
         "rotation": model.position == "rope",
         "router": model.n_experts > 0,
-        "ring": layout.cp > 1 and layout.context == "ring",
+        "ring": is_ring(run.experiment),
         "softmax": False,  # invisible in a fused kernel
     }
     for what in get_args(Kept):

@@ -5,8 +5,8 @@ from typing import Literal
 from compare.spec.sections import Experiment
 
 Core = Literal["dense", "blockwise", "fused"]
-FEWEST_POSITIONS = 512
-"""Positions from which blocks are faster than all weights at once."""
+FEWEST_POSITIONS, FEWEST_IN_RING = 512, 256
+"""Positions of a sequence, and of a chunk of a ring, from which small blocks are faster than one block."""
 HEAD_DIM, MOST_HEAD_DIM = 8, 128
 """cuDNN's kernel takes multiples of the first, up to the second; Hopper takes more."""
 NARROW = ("bfloat16", "float16")
@@ -60,11 +60,23 @@ def why_not_in_jax(core: str, experiment: Experiment, *, by_types: bool) -> str:
     return ""
 
 
+def is_ring(experiment: Experiment) -> bool:
+    """True if keys and values travel around a ring."""
+    return experiment.layout.cp > 1 and experiment.layout.context == "ring"
+
+
+def positions_of_block(experiment: Experiment) -> int:
+    """Positions of a block of attention that is not cut: a chunk of a ring, else the whole sequence."""
+    chunks = experiment.layout.cp * (1 + experiment.layout.zigzag) if is_ring(experiment) else 1
+    return experiment.model.block_size // chunks
+
+
 def core_in_jax(experiment: Experiment, *, platform: str, by_types: bool) -> Core:
     """The core that a JAX engine runs: `model.attention` with auto resolved to the fastest possible core."""
     if experiment.model.attention != "auto":
         return experiment.model.attention
-    is_fast = {"fused": platform == "gpu", "blockwise": experiment.model.block_size >= FEWEST_POSITIONS}
+    fewest = FEWEST_IN_RING if is_ring(experiment) else FEWEST_POSITIONS
+    is_fast = {"fused": platform == "gpu", "blockwise": positions_of_block(experiment) >= fewest}
     for core in ("fused", "blockwise"):
         if is_fast[core] and not why_not_in_jax(core, experiment, by_types=by_types):
             return core

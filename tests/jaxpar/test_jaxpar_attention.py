@@ -116,12 +116,15 @@ def test_record_says_which_core_ran(tmp_path):
 
 
 def test_core_that_auto_chooses():
-    def core(platform="cpu", length=1024, dtype="float32", **fields):
+    def core(platform="cpu", length=1024, dtype="float32", layout=None, **fields):
         model = replace(MODEL, n_embd=64, block_size=length, **fields)
-        experiment = edited(Experiment(model=model), {"precision": {"dtype": dtype}})
+        experiment = Experiment(model=model, layout=layout or Layout())
+        experiment = edited(experiment, {"precision": {"dtype": dtype}})
         return core_in_jax(experiment, platform=platform, by_types=False)
 
     assert [core(length=length) for length in (511, 512)] == ["dense", "blockwise"]
+    ring = Layout(cp=2, context="ring", zigzag=True)  # chunks of a quarter of the positions
+    assert [core(length=length, layout=ring) for length in (1020, 1024)] == ["dense", "blockwise"]
     assert core(dropout=0.1) == core("gpu", dtype="bfloat16", dropout=0.1) == "dense"
     assert core("gpu", dtype="bfloat16") == core("gpu", dtype="float16", length=128) == "fused"
     assert core("gpu") == core(dtype="bfloat16") == core("gpu", dtype="bfloat16", n_head=16) == "blockwise"
