@@ -5,12 +5,14 @@
     python tests/mutations.py --unmutated  their tests on the unchanged code, which must pass
 
 Each mistake goes into a copy of the tree, and its tests run there. RED is right. SURVIVED: the tests pass.
-MISSING: `old` does not occur once in the file; move the mistake with the code. NO TEST: pytest found no such
-test, or could not import it. The exit code is 1 unless all are right.
+TIMEOUT: a test took longer than 120 s, so nothing is known. MISSING: `old` does not occur once in the file;
+move the mistake with the code. NO TEST: pytest found no such test, or could not import it. The exit code is
+1 unless all are right.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ from compare.spec.experiment import ExperimentError
 
 ROOT = Path(__file__).parents[1]
 FILES = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+TIMED_OUT = re.compile(rb"from pytest-timeout|^\++ Timeout \++$", re.MULTILINE)
+"""Words of pytest-timeout in pytest's output."""
 OPTIONS = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "120"]
 
 
@@ -36,6 +40,8 @@ def verdict_of(tests: list[str], diffs: list[Diff], names: list[str]) -> str:
         environment = {**os.environ, "PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True)
+    if done.returncode == 1 and TIMED_OUT.search(done.stdout):
+        return "TIMEOUT"
     return {0: "SURVIVED" if diffs else "GREEN", 1: "RED"}.get(done.returncode, "NO TEST")
 
 
