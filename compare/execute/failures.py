@@ -15,6 +15,8 @@ from compare.system.disk import no_room
 from compare.system.signals import describe_exit
 
 LOG = "log.txt"
+NOISE = re.compile(r"^srun: .*lacks support for cpu binding.*\n?", re.MULTILINE)
+"""A line that srun prints first, of each step, where SLURM binds no CPUs. It explains nothing."""
 LAUNCHER_ERROR = re.compile(r"^(?:\d+: )?((?:srun: (?:error|fatal|unrecognized)|slurmstepd).*)", re.MULTILINE)
 """A line in which SLURM reports a lost process or host, a time limit or a wrong option, without a label."""
 PRINTED = re.compile(r"^(?:\d+: )?((?:slurmstepd.* execve\(\): |torchpar: |jaxpar: ).*)", re.MULTILINE)
@@ -33,7 +35,7 @@ def find_cause(returncode: int, folder: Path, ended: Failure | None = None) -> F
     An error that a process wrote comes first. An error that only reports the loss of another process comes
     with the name of the lost process and SLURM's line about it.
     """
-    log = (folder / LOG).read_text(errors="replace")
+    log = read_log(folder / LOG)
     found = LAUNCHER_ERROR.search(log)
     launcher_error = found[1] if found else ""
     consequence = files.read_failure(folder)
@@ -51,6 +53,11 @@ def find_cause(returncode: int, folder: Path, ended: Failure | None = None) -> F
     stopped = any(words in cause.message for words in KILLED_EARLY)
     codes = (STOPPED if stopped else cause.exit_code, returncode)
     return replace(cause, exit_code=next((c for c in codes if c in (BAD_REQUEST, MISSING, STOPPED)), FAILED))
+
+
+def read_log(path: Path) -> str:
+    """The output of an engine's processes, without `NOISE`."""
+    return NOISE.sub("", path.read_text(errors="replace"))
 
 
 def _with_lost_process(consequence: Failure, folder: Path, launcher_error: str) -> Failure:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from compare.contract.record import Step
 from compare.contract.request import Request
+from compare.execute.failures import read_log
 from compare.execute.launch import EngineError
 from compare.terminal import PlainConsole, coloured, printable
 from compare.text import human_seconds
@@ -120,7 +121,7 @@ class Reporter:
     def failed(self, error: EngineError) -> None:
         """Print at once that a case did not finish, with the end of its log."""
         if error.log and error.log.is_file():
-            self._print("\n".join(error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]))
+            self._print("\n".join(read_log(error.log).splitlines()[-LOG_LINES:]))
             self._print(f"the complete log: {error.log}")
         self._print(f"{error}", style="red")
 

@@ -16,6 +16,7 @@ SRUN = f"""
 srun: Terminating StepId=1.0
 srun: error: host0: task 0: Exited with exit code 1
 """
+UNBOUND = "srun: error: cluster configuration lacks support for cpu binding\n"
 LIMIT = "slurmstepd-host0: error: *** STEP 7.1 ON host0 CANCELLED AT 14:11:15 DUE TO TIME LIMIT ***"
 LOST = Failure(message="connection closed by peer", is_consequence=True)
 BUG = Failure(message="process 0 on host0 failed: a bad batch")
@@ -33,10 +34,15 @@ HANG = Failure(message="no progress for 55 s")
         ("", LOST, HANG, LOST.message),
         ("", None, HANG, HANG.message),
         ("Traceback\nOSError: Read-only file system\n", None, None, "OSError: Read-only file system"),
+        (f"{UNBOUND}torchpar: no rank 3\n", None, None, "torchpar: no rank 3"),
+        (f"{UNBOUND}{KILLED}", None, None, KILLED),
         ("Timeout (0:00:30)!\n  File\n", None, None, "Timeout (0:00:30)!"),
         ("", None, None, "left with exit code 1 and no message"),
     ],
-    ids=["error", "lost", "srun", "limit", "label", "lost in a hang", "hang", "log", "fatal", "nothing"],
+    ids=[
+        *("error", "lost", "srun", "limit", "label", "lost in a hang", "hang", "log", "noise", "killed"),
+        *("fatal", "nothing"),
+    ],
 )
 def test_cause_is_the_best_known(log, failure, ended, message, tmp_path):
     (tmp_path / LOG).write_text(log)

@@ -59,7 +59,8 @@ def test_pipe_gets_lines(tmp_path, requests, capsys, monkeypatch):
         on_step(step(0))
         raise EngineError("no luck [/y]", exit_code=1)
     log = tmp_path / "log.txt"
-    log.write_text("the screen \x1b[2J is not cleared\n")
+    noise = "srun: error: cluster configuration lacks support for cpu binding"
+    log.write_text(f"{noise}\nthe screen \x1b[2J is not cleared\n")
     reporter.failed(EngineError(f"no luck {'long ' * 40}[/y]", exit_code=1, log=log))
     out, err = capsys.readouterr()
     assert out == ""
@@ -69,6 +70,7 @@ def test_pipe_gets_lines(tmp_path, requests, capsys, monkeypatch):
     assert re.search(r"2 of 2: :smile:: stopped after 1 step of 100 in \d\.\d s", err)
     assert lines[-1].endswith("long [/y]")  # one line, without markup
     assert "the screen \\x1b[2J is not cleared" in err
+    assert noise not in err
 
 
 def test_quiet_or_closed_stderr(requests, capsys, monkeypatch):
