@@ -103,7 +103,7 @@ PresetNames = Annotated[
         metavar="PRESET...", help=f"Layouts by name: {', '.join(PRESETS)}; check and ledger also take `all`."
     ),
 ]
-AsJson = Annotated[bool, _help("Print one JSON object on stdout instead of tables.")]
+AsJson = Annotated[bool, _help("Print one JSON object on stdout instead of tables: see docs/records.md.")]
 
 
 class SidePythons(Struct, frozen=True, kw_only=True):

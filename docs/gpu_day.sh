@@ -46,7 +46,7 @@ cat "$results"/*.txt
 [ -s "$results/bench.json" ] && python3 - "$results/bench.json" << 'END'
 import json, sys
 
-rows = json.load(open(sys.argv[1]))["rows"].get("single", [])
+rows = json.load(open(sys.argv[1]))["values"]["rows"].get("single", [])
 compiled = [row["wall_ms"] for row in rows if row["label"] == "nanogpt-loop layout.compile=inductor"]
 print("| engine | ms per step | over nanoGPT's loop | over the compiled loop | MFU | peak memory |")
 print("|---|---:|---:|---:|---:|---:|")

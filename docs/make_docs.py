@@ -1,5 +1,6 @@
-"""`make docs`: write docs/generated/tables.md and support.md from the code."""
+"""`make docs`: write docs/generated/tables.md, support.md and envelope.schema.json from the code."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from compare.judge.rungs import RUNGS, Limits, Rung
 from compare.numerics.parameters import parameter_count
 from compare.setup.planted import Fault
 from compare.setup.presets import PRESETS, preset_layout
+from compare.show.envelope import Envelope
 from compare.spec.engines.engine import PEER_DTYPES
 from compare.spec.engines.registry import PEERS, STUDIED
 from compare.spec.experiment import Layout, load, named_experiments
@@ -93,7 +95,16 @@ def tables_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {GENERATED / "tables.md": tables_page, GENERATED / "support.md": support.page}
+def schema_page() -> str:
+    """The JSON Schema of the object that --json prints."""
+    return json.dumps(msgspec.json.schema(Envelope), indent=2) + "\n"
+
+
+PAGES = {
+    GENERATED / "tables.md": tables_page,
+    GENERATED / "support.md": support.page,
+    GENERATED / "envelope.schema.json": schema_page,
+}
 """Functions that return a page, by the page's path."""
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from msgspec.structs import replace
 
 from compare.execute import cpu_load
 from compare.execute.folders import create_run_dir
@@ -107,7 +108,7 @@ class Collectives(HostFlags, frozen=True, kw_only=True):
                 reporter.failed(error)
                 missing[name] = f"did not finish: {error}"
         found = findings_of_times(list(times.values()), missing=missing, busy_cores=before)
-        print_findings(found, as_json=self.json)
+        print_findings(replace(found, folder=str(folder)), as_json=self.json)
         return 0 if found.passed else 1
 
 
@@ -143,9 +144,10 @@ def findings_of_times(
     sentence = f"wrong results in {', '.join(wrong)}" if wrong else f"{len(rows)} rows, every result is right"
     used = f"other processes used {busy_cores:.1f} cores before the first row: repeat this on an idle machine"
     return Findings(
+        study="collectives",
         title="Collectives",
         sentence=sentence,
-        value={"rows": rows, "sides": times, "missing": missing},
+        values={"rows": rows, "sides": times},
         passed=not wrong and not missing,
         about=[
             "; ".join(dict.fromkeys(f"{side.device_kind}, {side.threads}" for side in times)),

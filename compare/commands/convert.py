@@ -10,18 +10,18 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import tyro
 
 from compare.checkpoint.description import DESCRIPTION, WEIGHTS, Checkpoint
 from compare.checkpoint.reader import CheckpointReader
 from compare.execute.query import convert_by_side
-from compare.flags import SidePythons, find_pythons
+from compare.flags import AsJson, SidePythons, find_pythons
 from compare.formats.gpt2_names import require_gpt2
 from compare.formats.huggingface import write_gpt2
 from compare.formats.nanogpt import load_experiment, require_nanogpt
 from compare.numerics.initial_weights import write_weights
 from compare.setup.sources import PICKLES, as_checkpoint
+from compare.show.envelope import Envelope
 from compare.side.run_lock import lock_folder
 from compare.spec.experiment import Experiment, ExperimentError
 from compare.system.disk import no_room
@@ -58,24 +58,24 @@ class Convert(SidePythons, frozen=True, kw_only=True):
     experiment: str = ""
     """Experiment with the settings that nanoGPT and Hugging Face do not save. Its data and precision, unless
     they are the defaults, win over nanoGPT's data/DATASET and dtype."""
-    json: bool = False
-    """Print the description of the checkpoint as one JSON object on stdout."""
+    json: AsJson = False
 
     def __call__(self) -> int:
         """Convert. Returns 0."""
         to = self.to or FORMATS.get(self.target.suffix, "checkpoint")
         base = load_experiment(self.experiment) if self.experiment else None
         made = convert(self.source, self.target, to, base, pythons=find_pythons(self))
-        if self.json:
-            print_json({"target": str(self.target), "format": to, "checkpoint": msgspec.to_builtins(made)})
-            return 0
         model, dtype = made.experiment.model, made.experiment.precision.dtype
-        results_console().print(
+        verdict = (
             f"{self.target}: {to}, of {made.engine}, at step {made.step}, after {made.updates} updates: "
             f"{model.n_layer} layers of width {model.n_embd}, dropout {model.dropout}, {dtype}, data of "
-            f"{made.experiment.data.source}",
-            soft_wrap=True,
+            f"{made.experiment.data.source}"
         )
+        if self.json:
+            values = {"target": str(self.target), "format": to, "checkpoint": made}
+            print_json(Envelope(study="convert", passed=True, verdict=verdict, values=values))
+        else:
+            results_console().print(verdict, soft_wrap=True)
         return 0
 
 

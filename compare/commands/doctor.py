@@ -6,11 +6,10 @@ from msgspec import Struct
 
 from compare.execute.launch import EnvironmentMissing
 from compare.execute.query import query
-from compare.flags import SidePythons, pythons_of
-from compare.show.findings import Row, Table, Text
-from compare.show.terminal import print_table
+from compare.flags import AsJson, SidePythons, pythons_of
+from compare.show.findings import Findings, Row, Table, Text
+from compare.show.terminal import print_findings
 from compare.spec.engines.registry import STUDIED
-from compare.terminal import print_json, results_console
 
 
 class SideReport(Struct, frozen=True, kw_only=True):
@@ -24,34 +23,35 @@ class SideReport(Struct, frozen=True, kw_only=True):
 class Doctor(SidePythons, frozen=True, kw_only=True):
     """Print the installed packages and the devices of each side."""
 
-    json: bool = False
-    """Print one JSON object on stdout instead of tables."""
+    json: AsJson = False
 
     def __call__(self) -> int:
         """Examine both sides. Returns 0 if both work, else 3."""
         sides = {side: examine(side, python) for side, python in pythons_of(self).items()}
         errors = {side: report for side, report in sides.items() if isinstance(report, str)}
-        if self.json:
-            said = {side: {"error": of} if side in errors else of for side, of in sides.items()}
-            print_json({"sides": said})
-            return 3 if errors else 0
-        console = results_console()
+        tables = []
         for side, report in sides.items():
-            if isinstance(report, str):
-                console.print(report, style="red")
-                continue
-            devices = {"CPU": report.cpu_devices, "GPUs": ", ".join(report.gpus) or "none"}
-            rows = [Row(Text(name), [Text(of)]) for name, of in (report.versions | devices).items()]
-            print_table(Table(name="", corner=side, columns=[""], rows=rows, words=1))
+            if isinstance(report, SideReport):
+                devices = {"CPU": report.cpu_devices, "GPUs": ", ".join(report.gpus) or "none"}
+                rows = [Row(Text(name), [Text(of)]) for name, of in (report.versions | devices).items()]
+                tables.append(Table(name="", corner=side, columns=[""], rows=rows, words=1))
         able = [name for name, engine in STUDIED.items() if engine.side not in errors]
         gpus = Counter(
             max((of.gpus for of in sides.values() if isinstance(of, SideReport)), key=len, default=[])
         )
         names = ", ".join(f"{number} x {name}" for name, number in gpus.items()) or "none"
         count = f"all {len(able)}" if len(able) == len(STUDIED) else f"{len(able)} of {len(STUDIED)}"
-        style = "bold green" if not errors else "bold red"
-        console.print(f"{count} engines can run here; GPUs: {names}", style=style)
-        return 3 if errors else 0
+        found = Findings(
+            study="doctor",
+            title="Packages and devices",
+            sentence=f"{count} engines can run here; GPUs: {names}",
+            passed=not errors,
+            tables=tables,
+            warnings=list(errors.values()),
+            values={"sides": {side: {"error": of} if side in errors else of for side, of in sides.items()}},
+        )
+        print_findings(found, as_json=self.json)
+        return 0 if found.passed else 3
 
 
 def examine(side: str, python: str) -> SideReport | str:

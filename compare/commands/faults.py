@@ -20,6 +20,7 @@ from compare.judge.verdict import Verdict
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.planted import ROOT, Diff, Fault, load_faults, patched_copy
 from compare.setup.presets import PRESETS, check_names, edits_of, spread
+from compare.show.envelope import states_of
 from compare.show.findings import Column, Findings, by_reason, table_of, verdict_findings
 from compare.spec.engines.registry import ENGINES, REFERENCE
 from compare.spec.experiment import Experiment, ExperimentError, edited, revalidate
@@ -99,6 +100,10 @@ class Faults(Study, frozen=True, kw_only=True):
         rows = rows_of(outcome)
         caught = sum(row.is_right for row in rows)
         wrong = [row.verdict.candidate for row in rows if not row.is_right]
+        cases = states_of(outcome)
+        for row in rows:  # a case passes if its mistake was caught
+            name = row.verdict.candidate
+            cases[name] = replace(cases[name], state="passed" if row.is_right else "failed")
         return verdict_findings(
             outcome,
             title="Planted faults",
@@ -106,6 +111,7 @@ class Faults(Study, frozen=True, kw_only=True):
             tables=[table_of("Planted faults, and the rung that caught each", COLUMNS, rows)],
             notes=grouped({name: recorded_change(folder / name) for name in wrong}),
             passed=0 < caught == len(rows),
+            cases=cases,
         )
 
     @classmethod

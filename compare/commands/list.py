@@ -6,9 +6,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from compare.commands.faults import FAULTS
+from compare.flags import AsJson
 from compare.numerics.parameters import parameter_count
 from compare.setup.lessons import LESSONS
 from compare.setup.presets import PRESETS
+from compare.show.envelope import Envelope
 from compare.show.findings import Row, Table, Text
 from compare.show.terminal import print_table
 from compare.spec.engines.registry import PEERS, STUDIED
@@ -19,8 +21,7 @@ from compare.terminal import print_json
 class List(Struct, frozen=True, kw_only=True):
     """Print the names of all experiments, presets, faults, engines and lessons."""
 
-    json: bool = False
-    """Print one JSON object on stdout instead of tables."""
+    json: AsJson = False
 
     def __call__(self) -> int:
         """Print them. Returns 0."""
@@ -44,7 +45,8 @@ class List(Struct, frozen=True, kw_only=True):
             ],
         }
         if self.json:
-            print_json(subjects)
+            counts = ", ".join(f"{len(named)} {subject}" for subject, named in subjects.items())
+            print_json(Envelope(study="list", passed=True, verdict=counts, values=subjects))
             return 0
         for subject, named in subjects.items():
             texts = [[Text(f"{of:,}" if isinstance(of, int) else of) for of in one.values()] for one in named]

@@ -88,7 +88,7 @@ class Memory(Study, frozen=True, kw_only=True):
                 pivot("Bytes of the fullest device at its peak", outcome, total),
                 table_of("By class", columns, list(peaks), words=1),
             ],
-            rows=peaks,
+            values={"rows": peaks},
         )
 
 

@@ -110,9 +110,10 @@ class Plan(ExperimentFlags, frozen=True, kw_only=True):
             f"Layouts that fit, least bytes first, one for each tp, cp, ep, pp and ZeRO stage ({len(best)})"
         )
         findings = Findings(
+            study="plan",
             title=f"{self.experiment} on {self.devices} devices, {self.engine}",
             sentence=sentence,
-            value={"layouts": fitting, "too_large": too_large, "refused": refused},
+            values={"layouts": fitting, "too_large": too_large, "refused": refused},
             passed=bool(fitting),
             about=[
                 f"{experiment.sequences_per_step} sequences of {experiment.model.block_size} tokens a step. "

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from compare.commands.registry import read_study
 from compare.execute.folders import PICTURES, check_output
+from compare.flags import AsJson
 from compare.run.study import show
 from compare.show.figures import save_figures
 from compare.spec.experiment import ExperimentError
@@ -25,8 +26,7 @@ class Report(Struct, frozen=True, kw_only=True):
     picture: Path | None = None
     """Also save the figures in one file (.png, .svg, .pdf): of a run the loss curves and their difference,
     of a sweep training and validation loss."""
-    json: bool = False
-    """Print the outcome as one JSON object on stdout instead of tables."""
+    json: AsJson = False
 
     def __call__(self) -> int:
         """Print the findings. Returns 0 if the study is complete and passes, else 1."""

@@ -8,10 +8,11 @@ import msgspec
 import tyro
 
 from compare.execute.query import query
-from compare.flags import SidePythons, find_pythons
+from compare.flags import AsJson, SidePythons, find_pythons
 from compare.formats.tokens import Alphabet, alphabet_of
 from compare.numerics.sampling import SampleRequest
 from compare.setup.sources import as_checkpoint
+from compare.show.envelope import Envelope
 from compare.spec.experiment import ExperimentError
 from compare.terminal import print_json, results_console
 
@@ -49,8 +50,7 @@ class Sample(SidePythons, frozen=True, kw_only=True):
     """Sides that sample; the texts of two sides are compared."""
     timeout_s: float = 600.0
     """Seconds after which a side is ended."""
-    json: bool = False
-    """Print the tokens as one JSON object on stdout."""
+    json: AsJson = False
 
     def __call__(self) -> int:
         """Draw. Returns 0, or 1 if the sides drew different texts."""
@@ -70,7 +70,10 @@ class Sample(SidePythons, frozen=True, kw_only=True):
         first, *others = drawn
         different = [side for side in others if drawn[side] != drawn[first]]
         if self.json:
-            print_json({"request": request, "tokens": drawn, "texts": texts})
+            counts = f"{self.samples} texts of {self.tokens} tokens"
+            verdict = f"{', '.join(different)} drew something else than {first}" if different else counts
+            values = {"request": request, "tokens": drawn, "texts": texts}
+            print_json(Envelope(study="sample", passed=not different, verdict=verdict, values=values))
             return 1 if different else 0
         console = results_console()
         for side in (first, *different):

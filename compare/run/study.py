@@ -83,18 +83,25 @@ class Study(StudyFlags, frozen=True, kw_only=True):
     def __call__(self) -> int:
         """Run the study and print its findings. Returns 0 if it is complete and passes, else 1."""
         if self.dry_run:
-            if self.continue_:
-                raise ExperimentError("--dry_run is for a new run: leave it out with --continue")
-            return dry_run.show(
-                self.plan(),
-                pythons=functools.partial(find_pythons, self),
-                hosts=hosts_of(self, dry_run=True),
-                init_from=self.init_from,
-                resume=self.source,
-                as_json=self.json,
-            )
+            found, code = self.preview()
+            if not self.json:
+                results_console().print(found.spec)
+            print_findings(found, as_json=self.json)
+            return code
         outcome, folder = self.run()
         return show(type(self), outcome, folder, as_json=self.json)
+
+    def preview(self) -> tuple[Findings, int]:
+        """The findings of a dry run, and its exit code. Starts nothing. Raises ExperimentError."""
+        if self.continue_:
+            raise ExperimentError("--dry_run is for a new run: leave it out with --continue")
+        return dry_run.preview(
+            self.plan(),
+            pythons=functools.partial(find_pythons, self),
+            hosts=hosts_of(self, dry_run=True),
+            init_from=self.init_from,
+            resume=self.source,
+        )
 
     def run(self) -> tuple[Outcome, Path]:
         """Run all cases, or with --continue the missing ones. Prints nothing on stdout.
@@ -304,7 +311,7 @@ def show(study: type[Study], outcome: Outcome, folder: Path, *, as_json: bool) -
         page = write_page_of(study, outcome, folder) if found.tables else None
     except OSError as error:  # a folder of another user, or a full disk
         why = f"no page was written into {folder} ({error.strerror}); the result stands"
-    print_findings(found, as_json=as_json)
+    print_findings(replace(found, folder=str(folder), page=str(page or "")), as_json=as_json)
     if page and not as_json:
         results_console().print(f"report: {page}", soft_wrap=True)
     if why:
@@ -315,7 +322,12 @@ def show(study: type[Study], outcome: Outcome, folder: Path, *, as_json: bool) -
 def write_page_of(study: type[Study], outcome: Outcome, folder: Path) -> Path:
     """Write the page of an outcome. Returns its path."""
     page = study.page(outcome, folder) if outcome.finished else findings_in(study, outcome, folder)
-    return write_page(folder / PAGES.get(outcome.study, f"{outcome.study}.html"), page)
+    return write_page(page_of(outcome.study, folder), page)
+
+
+def page_of(study: str, folder: Path) -> Path:
+    """Path of the page of a study in its folder."""
+    return folder / PAGES.get(study, f"{study}.html")
 
 
 def require_records(outcome: Outcome, folder: Path) -> None:

@@ -17,14 +17,13 @@ from compare.numerics.data import open_corpus
 from compare.setup.fitting import require_case, require_sides
 from compare.setup.resuming import find_resume_points, require_resumable
 from compare.setup.sources import check_weights, format_of_side
+from compare.show.envelope import CaseState
 from compare.show.findings import Column, Findings, by_reason, table_of
-from compare.show.terminal import print_findings
 from compare.side.ending import BAD_REQUEST, MISSING
 from compare.spec.engines.registry import ENGINES
 from compare.spec.experiment import ExperimentError, to_toml
 from compare.spec.xla import xla_options
 from compare.system.tensors import RecordError
-from compare.terminal import results_console
 from compare.text import human_bytes, layout_in_words
 from compare.theory.memory import KINDS, checkpoint_bytes
 from compare.theory.peak import peak_estimate, peak_per_device
@@ -50,16 +49,10 @@ COLUMNS = (
 )
 
 
-def show(
-    outcome: Outcome,
-    *,
-    pythons: Callable[[], Mapping[str, str]],
-    hosts: Hosts,
-    init_from: str,
-    resume: str,
-    as_json: bool,
-) -> int:
-    """Print the plan of a study. Returns 0, or the exit code of the first refusal."""
+def preview(
+    outcome: Outcome, *, pythons: Callable[[], Mapping[str, str]], hosts: Hosts, init_from: str, resume: str
+) -> tuple[Findings, int]:
+    """The plan of a study, and its exit code: 0, or the code of the first refusal."""
     experiment, platform, tokens = outcome.experiment, outcome.platform, list[int]()
     sides = [ENGINES[case.engine].side for case in outcome.cases.values()]
 
@@ -101,10 +94,9 @@ def show(
         unchecked = "hosts and their memory: this machine has no allocation"
         how = {"nodes": hosts.count, "gpus": gpus, "options": hosts.options}
         allocate = shlex.join(["salloc", *requests(hosts.count, gpus)])
-        script = [
-            f"start it with `{allocate}` and this command without --dry_run, or give sbatch this script:",
-            batch_script(outcome.line, **how),
-        ]
+        script = [f"start it with `{allocate}` and this command without --dry_run"]
+        if outcome.line:  # not from Python
+            script = [f"{script[0]}, or give sbatch this script:", batch_script(outcome.line, **how)]
     elif hosts.elsewhere:
         unchecked = "GPUs and their memory: no NVIDIA GPU is visible here"
     in_jax = [case.experiment.layout for case in outcome.cases.values() if ENGINES[case.engine].is_jax]
@@ -123,20 +115,30 @@ def show(
         "layout.offload": f"{human_bytes(on_host)} of a device's state on the host" if on_host else "",
     }
     found = Findings(
+        study=outcome.study,
+        is_dry_run=True,
         title="dry run",
         sentence=f"dry run: {len(cases)} case{'s' * (len(cases) != 1)} of {steps:,} steps; nothing was "
         f"started; {verdict}",
-        value={
+        cases={
+            case["name"]: CaseState(
+                engine=case["engine"],
+                state="refused" if case["refusal"] else "planned",
+                verdict=case["refusal"],
+                against=outcome.cases[case["name"]].against,
+            )
+            for case in cases
+        },
+        values={
             "experiment": experiment,
             "platform": platform,
             "training_tokens": sum(tokens),
             "input_refusals": [*map(str, refusals)],
             "hosts": hosts.count,
             "cases": cases,
-            "left_out": outcome.left_out,
             "checkpoint_bytes": saved,
             "not_checked": unchecked,
-            "batch_script": script[-1] if script else "",
+            "batch_script": script[1] if len(script) > 1 else "",
         },
         passed=not refused,
         tables=[table_of(TITLE, COLUMNS, cases, words=2)],
@@ -146,11 +148,10 @@ def show(
             ", ".join(names): f"would be refused: {why}" for why, names in by_reason(refused_cases).items()
         },
         left_out=outcome.left_out,
+        spec=to_toml(experiment),
+        command=outcome.line,
     )
-    if not as_json:
-        results_console().print(to_toml(experiment))
-    print_findings(found, as_json=as_json)
-    return 0 if not refused else MISSING if isinstance(refused, EnvironmentMissing) else BAD_REQUEST
+    return found, 0 if not refused else MISSING if isinstance(refused, EnvironmentMissing) else BAD_REQUEST
 
 
 def _error(attempt: Callable[[], object]) -> Exception | None:

@@ -84,6 +84,14 @@ class Figure(Struct, frozen=True, kw_only=True):
         """Whether it takes a page's whole width."""
         return self.width > NARROW
 
+    def save(self, path: str | Path) -> None:
+        """Save the figure in a file (.png, .svg, .pdf) on white."""
+        save_figures(Path(path), [self])
+
+    def _repr_html_(self) -> str:
+        """The figure as <svg>, for a notebook."""
+        return svg(self)
+
 
 def svg(figure: Figure) -> Markup:
     """The figure as an <svg> element for a page, in the page's ink, with its title for screen readers."""

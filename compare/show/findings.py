@@ -1,17 +1,16 @@
 """Findings: the sentences, tables and figures of a study, as data.
 
-`show.terminal`, `show.page` and `show.markdown` turn `Findings` into text. --json prints `Findings.value`.
+`show.terminal`, `show.page` and `show.markdown` turn `Findings` into text. --json prints `Findings.envelope`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from compare.judge.outcome import OUTCOME, Outcome
+from compare.show.envelope import CaseState, Envelope, TextTable, states_of
 from compare.show.figures import Figure
 from compare.show.statistics import Estimate
 from compare.spec.experiment import to_toml
@@ -123,14 +122,22 @@ class Link(Struct, frozen=True):
 
 
 class Findings(Struct, frozen=True, kw_only=True):
-    """All output of a study."""
+    """All output of a command."""
 
+    study: str
+    """Word of the command."""
     title: str
     sentence: str
     """The outcome in one line."""
-    value: object
-    """The object that --json prints."""
+    values: Mapping[str, Any]
+    """Values of the command, for JSON."""
     passed: bool
+    is_dry_run: bool = False
+    cases: Mapping[str, CaseState] = {}
+    folder: str = ""
+    """Folder of the results; '' for none."""
+    page: str = ""
+    """HTML page that was written; '' for none."""
     about: Sequence[str] = ()
     """Sentences that explain the figures."""
     warnings: Sequence[str] = ()
@@ -157,37 +164,64 @@ class Findings(Struct, frozen=True, kw_only=True):
     source: str = ""
     """Version of shardpair, and the file with all values."""
 
+    @property
+    def envelope(self) -> Envelope:
+        """The object that --json prints."""
+        return Envelope(
+            study=self.study,
+            passed=self.passed,
+            verdict=self.sentence,
+            dry_run=self.is_dry_run,
+            folder=self.folder,
+            page=self.page,
+            cases=dict(self.cases),
+            tables=[
+                TextTable(
+                    name=table.name,
+                    columns=[table.corner, *table.columns],
+                    rows=[[row.head.text, *(cell.text for cell in row.cells)] for row in table.rows],
+                )
+                for table in self.tables
+            ],
+            warnings=list(self.warnings),
+            notes=list(self.notes),
+            missing=dict(self.missing),
+            left_out=dict(self.left_out),
+            values=dict(self.values),
+        )
+
 
 def findings_of(
     outcome: Outcome,
     *,
     sentence: str,
     title: str = "",
-    rows: object = (),
     passed: bool = True,
-    warnings: Sequence[str] = (),
+    values: Mapping[str, object] = {},
+    cases: Mapping[str, CaseState] | None = None,
     **more: Any,
 ) -> Findings:
-    """Findings with the parts that all studies have: experiment, machine, time, JSON.
+    """Findings with the parts that all studies have: experiment, machine, time, cases.
 
-    A study passes only if no case is missing. `rows` are the rows of its tables, for JSON. `more` are other
-    fields of `Findings`.
+    A study passes only if no case is missing. `values` join the outcome in JSON. `cases` are by default the
+    states of the outcome's. `more` are other fields of `Findings`.
     """
     incomplete = "" if outcome.is_complete or sentence.startswith("INCOMPLETE") else "INCOMPLETE: "
     versions = ", ".join(map(" ".join, outcome.circumstances.versions.items()))
     versions = f"{versions}. " if versions else ""
     return Findings(
+        study=outcome.study,
         title=title or outcome.name,
         sentence=f"{incomplete}{sentence}",
-        value={"rows": rows, "warnings": warnings, "result": outcome},
+        values={**values, "outcome": outcome},
         passed=passed and outcome.is_complete,
-        warnings=warnings,
         missing=outcome.undone,
         continuation="" if outcome.is_complete else outcome.how_to_go_on(Path()),
         left_out=outcome.left_out,
         spec=to_toml(outcome.experiment),
         command=outcome.line,
         source=f"{outcome.circumstances.words} {versions}Every value is in {OUTCOME} beside this page.",
+        cases=states_of(outcome) if cases is None else cases,
         **more,
     )
 
@@ -195,8 +229,6 @@ def findings_of(
 def verdict_findings(
     outcome: Outcome, *, passed: bool | None = None, sentence: str = "", **more: Any
 ) -> Findings:
-    """Findings of cases that were compared. --json prints the outcome, `passed` and `verdict`."""
+    """Findings of cases that were compared, with the outcome's verdict; `more` as of `findings_of`."""
     passed = outcome.passed if passed is None else passed
-    found = findings_of(outcome, sentence=sentence or outcome.sentence(), passed=passed, **more)
-    value = {**msgspec.to_builtins(outcome), "passed": found.passed, "verdict": found.sentence}
-    return replace(found, value=value)
+    return findings_of(outcome, sentence=sentence or outcome.sentence(), passed=passed, **more)

@@ -14,6 +14,16 @@ from compare.terminal import errors_console, printable
 
 def write_page(path: Path, findings: Findings, *, template: str = "page.html", **values: object) -> Path:
     """Write a page from `page.html`, or from a template that extends it with `values`. Returns its path."""
+    write_atomically(path, _rendered(template, findings=findings, **values).encode())
+    return path
+
+
+def fragment(findings: Findings) -> str:
+    """The sentence, the warnings and the tables of findings as HTML, for a notebook."""
+    return _rendered("notebook.html", findings=findings)
+
+
+def _rendered(template: str, **values: object) -> str:
     environment = Environment(
         loader=PackageLoader("compare.show", package_path=""),
         autoescape=True,
@@ -21,10 +31,8 @@ def write_page(path: Path, findings: Findings, *, template: str = "page.html", *
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template(template)
-    text = page.render(findings=findings, svg=_picture, by_reason=by_reason, **values)
-    write_atomically(path, printable(text, keep="\n").encode())
-    return path
+    text = environment.get_template(template).render(svg=_picture, by_reason=by_reason, **values)
+    return printable(text, keep="\n")
 
 
 def _picture(figure: Figure) -> Markup:

@@ -22,7 +22,7 @@ HYPHEN = re.compile(r"(?<=\w[-_+])(?=[A-Za-z])")
 def print_findings(findings: Findings, *, as_json: bool) -> None:
     """Print findings on stdout, and warnings on stderr unless they explain a failure."""
     if as_json:
-        print_json(findings.value)
+        print_json(findings.envelope)
         return
     console = results_console()
     for table in findings.tables:

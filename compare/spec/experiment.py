@@ -111,6 +111,7 @@ KINDS = {
     "bool": "true or false",
     "str": "a text",
     "object": "a section",
+    "array": "a list",
 }
 
 

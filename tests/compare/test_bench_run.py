@@ -13,11 +13,11 @@ def test_bench_of_two_engines(shardpair, tiny):
     rounds = ("--devices", "2", "--rounds", "1", "--window", "2", "--windows", "2", "--anyway", "--json")
     done = shardpair(*asked, *rounds)
     assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout)
-    result = outcome["result"]
+    values = json.loads(done.stdout)["values"]
+    result = values["outcome"]
     assert result["failures"] == {}
     assert result["left_out"] == {}
-    (rows,) = outcome["rows"].values()
+    (rows,) = values["rows"].values()
     assert [row["label"] for row in rows] == ["torch-manual", "jax-manual"]
     torch, jax = (kept["1"] for kept in result["kept"].values())
     assert torch["curves"]["loss"] == pytest.approx(

@@ -22,7 +22,7 @@ def test_engines_equal_one_device(shardpair):
     engines = ("torch-manual", "jax-manual")
     done = shardpair("check", "--engines", *engines, "--devices", str(DEVICES), *SMALL, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    outcome = json.loads(done.stdout)
+    outcome = json.loads(done.stdout)["values"]["outcome"]
     assert outcome["experiment"]["train"]["max_iters"] == STEPS
     expected = [f"{engine}.1" for engine in engines]
     for engine in engines:
@@ -44,7 +44,7 @@ def test_engines_equal_one_device_in_float32(shardpair):
     asked = ("check", "--presets", "ddp", "--engines", *engines, "--precision.dtype", "float32", "--json")
     done = shardpair(*asked, *SMALL, "--output", "grid.md")
     assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = json.loads(done.stdout)["verdicts"]
+    verdicts = json.loads(done.stdout)["values"]["outcome"]["verdicts"]
     assert [verdict["candidate"] for verdict in verdicts] == [f"{engine}.ddp" for engine in engines]
     for verdict in verdicts:
         (gradients,) = (result["error"] for result in verdict["rungs"] if result["rung"] == "gradients")
@@ -77,7 +77,7 @@ def test_interleaved_schedule_of_pytorch(shardpair):
     asked = ("check", "--engines", "torch-library", "--presets", "pp_interleaved", "--model.dropout", "0.2")
     done = shardpair(*asked, "--train.max_iters", "3", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    (verdict,) = json.loads(done.stdout)["verdicts"]
+    (verdict,) = json.loads(done.stdout)["values"]["outcome"]["verdicts"]
     assert max(rung["error"] for rung in verdict["rungs"]) <= 1e-10
 
 

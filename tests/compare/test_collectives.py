@@ -68,7 +68,7 @@ def test_collectives_on_two_hosts(shardpair):
         *("--run_dir", "out", "--json"),
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout)["values"]
     assert len(found["rows"]) == 3 * len(KINDS)
     assert {row["implementation"] for row in found["rows"]} == {"gloo", "ours", "xla"}
     assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in found["rows"])

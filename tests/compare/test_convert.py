@@ -47,7 +47,7 @@ def test_convert_run_to_weights_and_checkpoint(given, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     said = "weights, of torch-manual, at step 7, after 5 updates: 2 layers of width 6, dropout 0.0, float64"
     assert f"w.safetensors: {said}, data of stdlib" in printed[0]
-    assert json.loads("".join(printed[1:]))["format"] == "checkpoint"
+    assert json.loads("".join(printed[1:]))["values"]["format"] == "checkpoint"
 
 
 def test_hugging_faces_gpt2_there_and_back(given, tmp_path):

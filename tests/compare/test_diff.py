@@ -39,19 +39,19 @@ def between(tmp_path, first, second, **options):
 def test_equal_runs_are_alike(base, tmp_path, tiny, capsys):
     make_run(tmp_path / "two", tiny)
     found = told(capsys, base, tmp_path / "two", code=0)
-    assert found["alike"] is True
-    assert list(found["pairs"]) == ["torch-manual", "jax-manual"]
-    for pair in found["pairs"].values():
+    assert found["passed"] is found["values"]["alike"] is True
+    assert list(found["values"]["pairs"]) == ["torch-manual", "jax-manual"]
+    for pair in found["values"]["pairs"].values():
         assert pair["settings"] == {}
         rungs = {rung["rung"]: rung["error"] for rung in pair["verdict"]["rungs"]}
         assert rungs.keys() >= {"batch", "gradients", "first_moments", "final_weights", "lr_curve"}
         assert not any(rungs.values())
     # Two engines of a run
     found = told(capsys, base / "torch-manual", base / "jax-manual", code=0)
-    (pair,) = found["pairs"].values()
+    (pair,) = found["values"]["pairs"].values()
     assert pair["settings"]["engine"] == ["torch-manual", "jax-manual"]
     found = told(capsys, base, base / "jax-manual", code=0)
-    assert (len(found["pairs"]), found["left_out"]) == (1, [str(base / "torch-manual")])
+    assert (len(found["values"]["pairs"]), list(found["left_out"])) == (1, [str(base / "torch-manual")])
     make_run(tmp_path / "few", tiny, names=("jax-manual",))
     assert main(["diff", str(base), str(tmp_path / "few")]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -62,9 +62,9 @@ def test_equal_runs_are_alike(base, tmp_path, tiny, capsys):
         file.unlink()
     assert main(["diff", str(base), str(tmp_path / "few")]) == 0
     assert f"jax-manual: alike on 5 rungs, {whole - 5} not compared, over 3 steps" in capsys.readouterr().out
-    skipped = told(capsys, tmp_path / "few", tmp_path / "few", code=0)["pairs"]["jax-manual"]["verdict"][
-        "skipped"
-    ]
+    skipped = told(capsys, tmp_path / "few", tmp_path / "few", code=0)["values"]["pairs"]["jax-manual"][
+        "verdict"
+    ]["skipped"]
     assert "first_moments" in skipped
     assert all("have no tensors of it: `shardpair run --keep_tensors`" in why for why in skipped.values())
 
@@ -79,9 +79,11 @@ def test_every_different_tensor_is_found(base, tmp_path, tiny, capsys):
         last = list(tensors)[-1]
         write_tensors(folder, rung, tensors | {last: tensors[last] + 1.0})
         found = told(capsys, base, tmp_path / "two", code=1)
-        bad = [one["rung"] for one in found["pairs"]["jax-manual"]["verdict"]["rungs"] if one["error"]]
+        bad = [
+            one["rung"] for one in found["values"]["pairs"]["jax-manual"]["verdict"]["rungs"] if one["error"]
+        ]
         assert bad[:1] == ["first_moments" if rung in (Rung.FIRST_M, Rung.FIRST_V) else rung]
-        assert found["pairs"]["torch-manual"]["verdict"]["rungs"][0]["error"] == 0
+        assert found["values"]["pairs"]["torch-manual"]["verdict"]["rungs"][0]["error"] == 0
         write_tensors(folder, rung, tensors)
     first, *others = make_steps(tiny)
     make_run(tmp_path / "three", tiny, steps=[msgspec.structs.replace(first, loss=first.loss + 1), *others])

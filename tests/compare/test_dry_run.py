@@ -47,7 +47,7 @@ CASES = {
 @pytest.mark.parametrize("line", CASES, ids=short)
 def test_dry_run_lists_the_cases(nothing_starts, capsys, line):
     assert main([*line.split(), "--dry_run", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = json.loads(capsys.readouterr().out)["values"]
     assert len(planned["cases"]) == CASES[line]
     assert not any(case["refusal"] for case in planned["cases"])
     assert planned["training_tokens"] > 0
@@ -66,7 +66,7 @@ def test_flags_of_gpus_have_an_effect_on_gpus(nothing_starts, capsys):
 def test_memory_is_the_closed_form(nothing_starts, capsys):
     asked = "run check --preset fsdp_pp --devices 4 --engines torch-manual --dry_run --json"
     assert main(asked.split()) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    (case,) = json.loads(capsys.readouterr().out)["values"]["cases"]
     expected = bytes_at_rest("torch-manual", spread(load("check"), "fsdp_pp", 4))
     fullest = [3, 2]  # the last stage, which has the logits
     for kind, by_device in expected.items():
@@ -98,7 +98,7 @@ def test_dry_run_checks_data_without_reading(nothing_starts, tmp_path_factory, c
     np.zeros(32, "<u2").tofile(folder / "train.bin")  # check's block_size is 32
     for more, says in (([], "has 32 training tokens, too few"), (evaluates, "has 0 tokens to validate on")):
         assert main([*asked, *more]) == 2
-        (reason,) = json.loads(capsys.readouterr().out)["input_refusals"]
+        (reason,) = json.loads(capsys.readouterr().out)["values"]["input_refusals"]
         assert says in reason
         np.zeros(33, "<u2").tofile(folder / "train.bin")
     assert main(asked) == 0

@@ -86,7 +86,7 @@ def test_engine_has_nanogpt_numbers(shardpair, engine, request):
         "check", "--against", "nanogpt", "--engines", engine, "--json", *(ON_TWO if engine in SHARDED else ())
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = json.loads(done.stdout)["verdicts"]
+    verdicts = json.loads(done.stdout)["values"]["outcome"]["verdicts"]
     layout = ".fsdp" if engine in SHARDED else ""
     assert [verdict["candidate"] for verdict in verdicts] == [f"{engine}{layout}", f"{engine}{layout}.sgd"]
     for verdict in verdicts:

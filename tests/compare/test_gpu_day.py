@@ -12,15 +12,12 @@ from compare.cli import main
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "gpu_day.sh"
 ROW = {"wall_ratio": {"median": 0.5}, "mfu": 0.3, "peak_mem_bytes": 14.6e9}
-REPORT = {
-    "rows": {
-        "single": [
-            {**ROW, "label": "nanogpt-loop", "wall_ms": 36.0, "wall_ratio": None},
-            {**ROW, "label": "nanogpt-loop layout.compile=inductor", "wall_ms": 18.0},
-            {**ROW, "label": "jax-manual", "wall_ms": 20.0},
-        ]
-    }
-}
+ROWS = [
+    {**ROW, "label": "nanogpt-loop", "wall_ms": 36.0, "wall_ratio": None},
+    {**ROW, "label": "nanogpt-loop layout.compile=inductor", "wall_ms": 18.0},
+    {**ROW, "label": "jax-manual", "wall_ms": 20.0},
+]
+REPORT = {"values": {"rows": {"single": ROWS}}}
 STUBS = {
     "shardpair": f"""
         [ "$1" = report ] && {{ echo '{json.dumps(REPORT)}'; [ $UNFINISHED = none ]; exit; }}

@@ -73,7 +73,9 @@ def test_column_of_a_chip_is_overlapped_the_textbook(asked, capsys):
 
 def test_dry_run_compiles_nothing(asked, capsys):
     assert main([*FLAGS, "--chip", "h100x8", "--engines", "jax-manual", "jax-compiler", "--dry_run"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["jax-manual on h100x8", "jax-compiler on h100x8"]
+    *names, last = capsys.readouterr().out.splitlines()
+    assert names == ["jax-manual on h100x8", "jax-compiler on h100x8"]
+    assert last == "dry run: 2 programs; nothing was compiled"
     assert asked[0] == []
 
 
@@ -155,7 +157,7 @@ def test_tpu_compiler_compiles_for_absent_chips(tmp_path, capsys):
     flags = [word for name, size in sizes.items() for word in (f"--model.{name}", str(size))]
     chip = ("--chip", "v5e:2x2", "--engines", "jax-manual", "--cache_dir", str(tmp_path), "--json")
     assert main([*FLAGS, *flags, *chip]) == 0
-    (found,) = msgspec.json.decode(capsys.readouterr().out)["programs"]
+    (found,) = msgspec.json.decode(capsys.readouterr().out)["values"]["programs"]
     assert found["program"]["ledger"]["problems"] == []
     kinds = {row["kind"] for row in found["program"]["ledger"]["rows"]}
     assert {"all_gather", "reduce_scatter"} <= kinds

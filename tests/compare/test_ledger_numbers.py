@@ -83,7 +83,7 @@ def test_ledgers_are_those_recorded(preset, grid):
         ):
             assert {row[1] for row in found.pop(engine)} == {row[1] for row in expected.pop(engine)}
     assert found == expected
-    for ledger in Study.findings(read_outcome(folder), folder).value["ledgers"]:
+    for ledger in Study.findings(read_outcome(folder), folder).values["ledgers"]:
         assert ledger.flows, ledger.case
         assert ledger.unexpected == [], ledger.case
 
@@ -94,7 +94,7 @@ def test_watched_step_keeps_zero_bubble(shardpair):
     done = shardpair("ledger", "check", *flags, "--run_dir", "run", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     study = json.loads(done.stdout)
-    assert [ledger["engine"] for ledger in study["ledgers"]] == ["torch-manual", "torch-library"]
+    assert [ledger["engine"] for ledger in study["values"]["ledgers"]] == ["torch-manual", "torch-library"]
     assert study["left_out"].keys() == STUDIED.keys() - {"torch-manual", "torch-library"}
     assert study["missing"] == {}
 

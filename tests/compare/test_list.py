@@ -18,7 +18,7 @@ def test_list_names_everything_a_line_each(capsys):
     lines = capsys.readouterr().out.splitlines()
     first_words = [line.split()[0] for line in lines if line.strip()]
     assert main(["list", "--json"]) == 0
-    everything = json.loads(capsys.readouterr().out)
+    everything = json.loads(capsys.readouterr().out)["values"]
     for title, known in {
         "experiments": named_experiments(),
         "presets": PRESETS,

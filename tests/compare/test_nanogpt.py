@@ -160,7 +160,7 @@ def test_model_of_the_weights_to_begin_with(config, tmp_path, capsys):
     for source in (tmp_path / "gpt2", saved):
         asked = ["run", str(config), "--init_from", str(source), "--dry_run", "--json"]
         assert main([*asked, "--engines", "torch-manual"]) == 0
-        found = json.loads(capsys.readouterr().out)["experiment"]["model"]
+        found = json.loads(capsys.readouterr().out)["values"]["experiment"]["model"]
         assert found == msgspec.to_builtins(model) | {"dropout": 0.25}
     assert main([*asked, "--model.n_head", "4"]) == 2
     assert "model.n_head = 2 instead of 4" in capsys.readouterr().out
@@ -179,7 +179,7 @@ def test_own_flags_follow_config(config, tmp_path, capsys):
     asked = ["run", str(config), *flags.split(), *nothing.split(), "--dtype=bfloat16", "--dataset=other"]
     assert main([*asked, "--engines", "torch-manual", "--dry_run", "--json"]) == 0
     printed = capsys.readouterr()
-    found = json.loads(printed.out)["experiment"]
+    found = json.loads(printed.out)["values"]["experiment"]
     train, optimizer, model = found["train"], found["optimizer"], found["model"]
     assert (train["max_iters"], train["eval_iters"], train["eval_interval"]) == (10, 2, 5)
     assert (optimizer["decay_lr"], optimizer["beta2"], model["bias"]) == (False, 0.98, True)
@@ -191,7 +191,7 @@ def test_own_flags_follow_config(config, tmp_path, capsys):
         main(["run", str(config), f"--compile={value}", "--engines", "nanogpt-loop", "--dry_run", "--json"])
         printed = capsys.readouterr()
         assert words in printed.err
-        assert json.loads(printed.out)["experiment"]["layout"]["compile"] == compiled
+        assert json.loads(printed.out)["values"]["experiment"]["layout"]["compile"] == compiled
     assert main(["bench", str(config), "--max_iters=10"]) == 2
     assert "--train.max_iters has no effect" in capsys.readouterr().err
     assert main(["run", str(config), "--eval_only=True"]) == 2

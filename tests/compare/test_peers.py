@@ -50,7 +50,7 @@ def test_peers_on_one_device_pass_the_ladder(shardpair):
         "--engines", "torch-manual", "nanogpt-loop", "plain-jit", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = json.loads(done.stdout)["verdicts"]
+    verdicts = json.loads(done.stdout)["values"]["outcome"]["verdicts"]
     assert [verdict["candidate"] for verdict in verdicts] == ["nanogpt-loop", "plain-jit"]
     for verdict in verdicts:
         assert [rung["rung"] for rung in verdict["rungs"]] == CLIMBED

@@ -126,7 +126,7 @@ def test_plan_prints(capsys):
     printed = capsys.readouterr().out
     assert "Layouts that fit, least bytes first" in printed
     assert main(["plan", "small.toml", "--devices", "4", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["layouts"]
+    rows = json.loads(capsys.readouterr().out)["values"]["layouts"]
     assert [row["sent"] for row in rows] == sorted(row["sent"] for row in rows)
     assert rows[0]["name"] in printed
     assert main(["plan", "small.toml", "--devices", "4", "--memory_gb", "1e-6"]) == 1

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from compare import api
+from compare.api.options import study_of
 from compare.cli import main, parse
-from compare.commands.run import Run
 from compare.setup.fitting import fitting
 from compare.setup.presets import PRESETS, preset_layout
 from compare.spec.engines.registry import STUDIED
@@ -32,7 +32,7 @@ def planned(tmp_path, monkeypatch, capsys):
     def plan(line: str):
         code = main([*line.split(), "--dry_run", "--json"])
         output = capsys.readouterr()
-        return code, json.loads(output.out) if output.out else {}, output.err
+        return code, json.loads(output.out)["values"] if output.out else {}, output.err
 
     return plan
 
@@ -109,7 +109,7 @@ def test_contradiction_is_rejected(planned, line, words):
 
 def test_python_settings_win_over_preset():
     built = api.experiment("cpu", layout={"pp": 2, "microbatches": 4})
-    command = api._command(Run, built, {"preset": "pp", "devices": 2})
+    command = study_of("run", built, {"preset": "pp", "devices": 2})
     assert command.resolve().layout.microbatches == 4
 
 

@@ -127,7 +127,7 @@ def test_a_finished_profile_is_shown_again(spread, tmp_path, capsys):
     assert not (folder / "jax-manual" / "trace.json").exists()
     assert main(["report", str(folder), "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
-    assert [engine["name"] for engine in shown["engines"]] == list(records)
+    assert [engine["name"] for engine in shown["values"]["engines"]] == list(records)
     made = msgspec.structs.replace(outcome.circumstances, cores=2, used_by_others={"torch-manual": 1.9})
     save(msgspec.structs.replace(outcome, circumstances=made), folder)
     assert main(["report", str(folder)]) == 1
@@ -149,7 +149,7 @@ def test_two_engines_for_real(shardpair):
     flags = "--preset ddp --devices 2 --engines torch-manual torch-library --train.max_iters 6 --json"
     done = shardpair("profile", "check", *flags.split(), "--model.n_layer", "2", "--run_dir", "run")
     assert done.returncode == 0, done.stdout + done.stderr
-    engines = msgspec.convert(json.loads(done.stdout)["engines"], list[EngineProfile])
+    engines = msgspec.convert(json.loads(done.stdout)["values"]["engines"], list[EngineProfile])
     assert [engine.name for engine in engines] == ["torch-manual", "torch-library"]
     for engine in engines:
         assert engine.step == 3

@@ -21,7 +21,7 @@ def test_both_frameworks_draw_the_same(given, capsys):
     for options in (("--temperature", "0"), ("--samples", "3", "--seed", "5")):
         arguments = ("sample", str(given), "--prompt", "ab", "--tokens", "12", *options)
         assert main([*arguments, "--sides", "torchpar", "jaxpar", "--json"]) == 0
-        drawn = json.loads(capsys.readouterr().out)["tokens"]
+        drawn = json.loads(capsys.readouterr().out)["values"]["tokens"]
         assert drawn["torchpar"] == drawn["jaxpar"]
         assert all(len(tokens) == 14 and tokens[:2] == [97, 98] for tokens in drawn["jaxpar"])
 

@@ -35,7 +35,7 @@ ASKED = {
 def test_study_continues_after_interrupt(engines, capsys, word):
     arguments = [*ASKED[word], *(() if word == "run" else ("--quiet", "--run_dir", "r"))]
     main([*arguments, "--dry_run", "--json"])
-    cases = [case["name"] for case in json.loads(capsys.readouterr().out)["cases"]]
+    cases = [case["name"] for case in json.loads(capsys.readouterr().out)["values"]["cases"]]
     assert engines.started == []
     engines.failing = {cases[-1]: KeyboardInterrupt()}
     assert main(arguments) == 130

@@ -110,8 +110,8 @@ def test_rows_have_the_classic_figures(swept, engines, small):
     engines.steps = steps
     code, found = swept("--presets", "ddp", "fsdp")
     assert code == 0
-    one, ddp, _ = found["rows"]
-    assert [row["strategy"] for row in found["rows"]] == ["single", "ddp", "fsdp"]
+    one, ddp, _ = found["values"]["rows"]
+    assert [row["strategy"] for row in found["values"]["rows"]] == ["single", "ddp", "fsdp"]
     assert ddp["verdict"] == "PASS"
     assert one["verdict"] == ""
     assert (ddp["step_time_ms_median"], ddp["tokens_per_s"]) == (10.0, 8 * 16 / 0.010)
@@ -131,7 +131,7 @@ def test_sweep_fails_on_other_numbers(swept, engines):
     engines.steps = steps
     code, found = swept("--presets", "ddp", "fsdp")
     assert (code, found["passed"]) == (1, False)
-    assert [row["passed"] for row in found["rows"]] == [True, True, False]
+    assert [row["passed"] for row in found["values"]["rows"]] == [True, True, False]
     assert found["verdict"].startswith("torch-manual.fsdp.2 against reference: FAIL at loss")
 
 
@@ -150,8 +150,8 @@ def test_seeds_have_mean_and_spread(swept, engines, capsys):
     evaluated = ("--train.eval_interval", "3", "--run_dir", "r")
     code, found = swept("--presets", "ddp", "--variants", *SEEDS, *evaluated)
     assert code == 0
-    assert {row["validation_loss"] for row in found["rows"]} == {5.5}
-    spread = {(row["strategy"], row["variant"]): row for row in found["seeds"]}
+    assert {row["validation_loss"] for row in found["values"]["rows"]} == {5.5}
+    spread = {(row["strategy"], row["variant"]): row for row in found["values"]["seeds"]}
     assert list(spread) == [*(("single", ""), ("ddp", ""), ("single", BETA), ("ddp", BETA))]
     assert [row["seeds"] for row in spread.values()] == [3, 3, 2, 2]
     assert spread["ddp", ""]["final_loss"] == {"mean": 4.0, "stdev": 1.0}
@@ -205,8 +205,8 @@ def test_dry_run_says_what_checkpoints_take(swept, small, capsys):
     asked = ("--presets", "ddp", "--variants", "train.seed=1", "--checkpoint.every", "1", "--dry_run")
     _, found = swept(*asked)
     each = 3 * 8 * parameter_count(small.model)  # weights and two moments in float64
-    assert found["checkpoint_bytes"] == 4 * 2 * each  # four cases keep two
+    assert found["values"]["checkpoint_bytes"] == 4 * 2 * each  # four cases keep two
     _, found = swept(*asked, "--train.eval_interval", "3", "--train.eval_iters", "1")
-    assert found["checkpoint_bytes"] == 4 * 3 * each  # and the best
+    assert found["values"]["checkpoint_bytes"] == 4 * 3 * each  # and the best
     assert main([word for word in (*SWEEP, *asked) if word != "--json"]) == 0
     assert f"checkpoints: up to {human_bytes(8 * each)} on disk" in " ".join(capsys.readouterr().out.split())

@@ -37,19 +37,19 @@ def test_passed_run_keeps_rungs_without_tensors(passed, engines, tmp_path, tiny,
     remove_tensors(passed)
     assert tensors_in(passed) == []
     assert main(["report", str(passed), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)["values"]["outcome"]
     assert shown["tensors_removed"] is True
     assert shown["verdicts"] == json.loads(msgspec.json.encode(before.verdicts))
     assert REMOVED in (passed / "report.html").read_text()
     # Other commands read it; --continue trains nothing.
     make_run(tmp_path / "whole", tiny)
     assert main(["diff", str(passed), str(tmp_path / "whole"), "--json"]) == 0
-    skipped = json.loads(capsys.readouterr().out)["pairs"]["jax-manual"]["verdict"]["skipped"]
+    skipped = json.loads(capsys.readouterr().out)["values"]["pairs"]["jax-manual"]["verdict"]["skipped"]
     assert "has no tensors of it: `shardpair run --keep_tensors`" in skipped["gradients"]
-    with pytest.raises(ValueError, match="--keep_tensors"):
+    with pytest.raises(ValueError, match="run with ladder=True and keep_tensors=True"):
         read(passed)["jax-manual"].tensors("gradients")
     assert main(["run", "--continue", str(passed), "--quiet", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tensors_removed"] is True
+    assert json.loads(capsys.readouterr().out)["values"]["outcome"]["tensors_removed"] is True
     assert engines.started == []
 
 

@@ -187,7 +187,7 @@ class Bench(Study, frozen=True, kw_only=True):
             tables=[
                 table_of(block_title(view, block), COLUMNS, of_block) for block, of_block in by_block.items()
             ],
-            rows=by_block,
+            values={"rows": by_block},
             passed=not mistakes,
             warnings=[*of_load, *mistakes],
         )

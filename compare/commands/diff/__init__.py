@@ -10,12 +10,13 @@ from msgspec import Struct
 from compare.commands.diff.difference import SHARED, Difference, difference
 from compare.commands.run.page import rung_text
 from compare.contract.record import Record, read_record
+from compare.flags import AsJson
 from compare.judge.outcome import OUTCOME, read_outcome, read_run
 from compare.run.metrics import METRICS
-from compare.show.findings import Row, Table, Text, by_reason, format_value
-from compare.show.terminal import print_table
+from compare.show.envelope import state_of
+from compare.show.findings import Findings, Row, Table, Text, by_reason, format_value
+from compare.show.terminal import print_findings
 from compare.system.tensors import RecordError
-from compare.terminal import PlainConsole, print_json, results_console
 
 OF_KEY = {metric.key: metric for metric in METRICS}
 
@@ -40,29 +41,70 @@ class Diff(Struct, frozen=True, kw_only=True):
     """Folder of the first run, or RUN/ENGINE of one engine: the reference."""
     b: Annotated[Path, tyro.conf.Positional]
     """Folder of the second run."""
-    json: bool = False
-    """Print the outcome as one JSON object on stdout instead of tables."""
+    json: AsJson = False
 
     def __call__(self) -> int:
         """Compare. Returns 0 if the runs are alike, 1 if not. Raises RecordError: nothing can be compared."""
-        of_a, of_b = _records(self.a), _records(self.b)
-        pairs = [(name, name) for name in of_a if name in of_b] or [(next(iter(of_a)), next(iter(of_b)))]
-        compared = {record.folder for a, b in pairs for record in (of_a[a], of_b[b])}
-        every = [record.folder for record in (*of_a.values(), *of_b.values())]
-        left_out = [str(place) for place in every if place not in compared]
-        records = {a if a == b else f"{a} and {b}": (of_a[a], of_b[b]) for a, b in pairs}
-        differences = {
-            name: difference(a, b, names=(str(a.folder), str(b.folder))) for name, (a, b) in records.items()
-        }
-        alike = all(pair.verdict.passed for pair in differences.values())
-        if self.json:
-            print_json({"alike": alike, "pairs": differences, "left_out": left_out})
-        else:
-            _print(results_console(), differences)
-            if left_out:
-                line = f"left out: {', '.join(left_out)}: the other folder has no case of this name"
-                results_console().print(line, style="yellow", soft_wrap=True)
-        return 0 if alike else 1
+        found = findings_of_pair(self.a, self.b)
+        print_findings(found, as_json=self.json)
+        return 0 if found.passed else 1
+
+
+def findings_of_pair(a: Path, b: Path) -> Findings:
+    """The comparison of two runs; `values["pairs"]` has a `Difference` for each case.
+
+    Raises RecordError: nothing can be compared.
+    """
+    of_a, of_b = _records(a), _records(b)
+    pairs = [(name, name) for name in of_a if name in of_b] or [(next(iter(of_a)), next(iter(of_b)))]
+    compared = {record.folder for one, other in pairs for record in (of_a[one], of_b[other])}
+    every = [record.folder for record in (*of_a.values(), *of_b.values())]
+    records = {
+        one if one == other else f"{one} and {other}": (of_a[one], of_b[other]) for one, other in pairs
+    }
+    differences = {
+        name: difference(*both, names=(str(both[0].folder), str(both[1].folder)))
+        for name, both in records.items()
+    }
+    lines = {name: f"{name}: {in_words(pair)}" for name, pair in differences.items()}
+    odd = [name for name, pair in differences.items() if not pair.verdict.passed]
+    if len(lines) == 1:
+        (sentence,), notes = lines.values(), list[str]()
+    else:
+        differ = f"{len(odd)} of {len(lines)} cases differ: {', '.join(odd)}"
+        sentence, notes = differ if odd else f"all {len(lines)} cases are alike", [*lines.values()]
+    skipped = {rung: why for pair in differences.values() for rung, why in pair.verdict.skipped.items()}
+    notes = [f"not compared: {', '.join(of)} ({why})" for why, of in by_reason(skipped).items()] + notes
+    if not any(pair.settings for pair in differences.values()):
+        notes.insert(0, "the settings and versions are equal")
+    return Findings(
+        study="diff",
+        title=f"{a} and {b}",
+        sentence=sentence,
+        passed=not odd,
+        is_doubtful=bool(skipped),
+        cases={
+            name: state_of(pair.verdict, engine=records[name][1].manifest.engine)
+            for name, pair in differences.items()
+        },
+        tables=[table for table in tables_of(differences) if table.rows],
+        notes=notes,
+        left_out={
+            str(place): "the other folder has no case of this name"
+            for place in every
+            if place not in compared
+        },
+        values={"alike": not odd, "pairs": differences},
+    )
+
+
+def in_words(pair: Difference) -> str:
+    """The verdict on two records in one line."""
+    verdict = pair.verdict
+    if verdict.failure:
+        return verdict.sentence().replace("FAIL at", "differ at", 1)
+    others = f", {len(verdict.skipped)} not compared" if verdict.skipped else ""
+    return f"alike on {len(verdict.rungs)} rungs{others}, over {pair.steps} steps"
 
 
 def _records(folder: Path) -> dict[str, Record]:
@@ -112,22 +154,3 @@ def _cost(key: str, both: tuple[float, float] | None) -> Text:
     before, after = (format_value(value, OF_KEY[key].form if key in OF_KEY else ",d") for value in both)
     ratio = f" ({both[1] / both[0]:.2f})" if both[0] else ""
     return Text(before if before == after else f"{before} to {after}{ratio}")
-
-
-def _print(console: PlainConsole, differences: dict[str, Difference]) -> None:
-    if not any(pair.settings for pair in differences.values()):
-        console.print("the settings and versions are equal")
-    for table in tables_of(differences):
-        if table.rows:
-            print_table(table)
-    skipped = {rung: why for pair in differences.values() for rung, why in pair.verdict.skipped.items()}
-    for why, rungs in by_reason(skipped).items():
-        console.print(f"not compared: {', '.join(rungs)} ({why})", soft_wrap=True)
-    for name, pair in differences.items():
-        verdict = pair.verdict
-        others = f", {len(verdict.skipped)} not compared" if verdict.skipped else ""
-        line = f"alike on {len(verdict.rungs)} rungs{others}, over {pair.steps} steps"
-        style = "bold yellow" if others else "bold green"
-        if verdict.failure:
-            line, style = verdict.sentence().replace("FAIL at", "differ at", 1), "bold red"
-        console.print(f"{name}: {line}", style=style, soft_wrap=True)

@@ -22,11 +22,12 @@ from compare.run.study import Study
 from compare.setup.chips import chips_of, require_chip
 from compare.setup.grid import grid, vary
 from compare.setup.presets import check_presets, several_presets
+from compare.show.envelope import states_of
 from compare.show.findings import NONE, Column, Findings, Row, Table, Text, table_of
 from compare.show.terminal import print_findings
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import Experiment, ExperimentError
-from compare.terminal import errors_console, results_console
+from compare.terminal import errors_console
 from compare.text import layout_in_words
 
 
@@ -114,8 +115,17 @@ class Ledger(Spread, frozen=True, kw_only=True):
         for chip, (_, experiment) in itertools.product(chips, cases.values()):
             require_chip(chip, experiment)
         if self.dry_run:
-            for case, chip in itertools.product(cases, chips):
-                results_console().print(f"{case} on {chip.name}")
+            names = [f"{case} on {chip.name}" for case, chip in itertools.product(cases, chips)]
+            found = Findings(
+                study="ledger",
+                is_dry_run=True,
+                title="dry run",
+                sentence=f"dry run: {len(names)} programs; nothing was compiled",
+                passed=True,
+                notes=names,
+                values={"programs": []},
+            )
+            print_findings(found, as_json=self.json)
             return 0
         compiled = compile_all(
             cases,
@@ -246,9 +256,12 @@ def findings_of_ledgers(folder: Path, *, places: bool) -> Findings:
         tables.append(table_of(f"{ledger.case}: every place", PLACES, rows, words=len(PLACES)))
     missing, left_out = outcome.undone, outcome.left_out | peers
     return Findings(
+        study="ledger",
         title="The ledger",
         sentence=sentence(ledgers, missing),
-        value={"ledgers": ledgers, "missing": missing, "left_out": left_out},
+        folder=str(folder),
+        cases=states_of(outcome),
+        values={"ledgers": ledgers, "outcome": outcome},
         passed=not missing and not any(ledger.unexpected for ledger in ledgers),
         tables=tables,
         notes=[

@@ -126,11 +126,12 @@ def findings_of_chips(compiled: Compiled, *, places: bool) -> Findings:
     asynchronous = f"; without the CPU's, {calls[True]:,} of {calls.total():,} calls are asynchronous, and "
     asynchronous += f"{overlapped:,} are overlapped"
     return Findings(
+        study="ledger",
         title="The ledger of chips",
         sentence=f"{len(programs)} programs compiled, and not run{asynchronous if calls else ''}; "
         f"{unknown} instructions not understood"
         + (f"; MISSING: {', '.join(compiled.missing)}" if compiled.missing else ""),
-        value={"programs": programs, "missing": compiled.missing, "left_out": compiled.left_out},
+        values={"programs": programs},
         passed=not compiled.missing and not unknown,
         tables=tables,
         missing={name: f"is MISSING: {why}" for name, why in compiled.missing.items()},

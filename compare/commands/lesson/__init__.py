@@ -10,15 +10,16 @@ from compare.commands.ledger.chips import Program, compile_all
 from compare.commands.run import Run
 from compare.execute.cpu_load import warn_of_load
 from compare.execute.folders import check_output, default_cache
-from compare.flags import SidePythons, defaults_for, find_pythons
+from compare.flags import AsJson, SidePythons, defaults_for, find_pythons
 from compare.judge.outcome import read_outcome, read_run
 from compare.setup.chips import chip_of, devices_of
 from compare.setup.lessons import FOLDERS, LESSONS
 from compare.setup.presets import spread
+from compare.show.terminal import print_findings
 from compare.spec.engines.registry import JAX
 from compare.spec.experiment import Experiment, edited
 from compare.system.tensors import RecordError
-from compare.terminal import errors_console, print_json, results_console
+from compare.terminal import errors_console, results_console
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -56,8 +57,7 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
     """Seconds without progress after which an engine is ended."""
     quiet: bool = False
     """Print no progress on stderr."""
-    json: bool = False
-    """Print the outcome as one JSON object on stdout."""
+    json: AsJson = False
 
     def __call__(self) -> int:
         """Make the page. Returns 0 if the engines of its run agree, else 1."""
@@ -88,11 +88,11 @@ class ReadLesson(SidePythons, frozen=True, kw_only=True):
         records = {engine: of_engines[engine] for engine in FOLDERS if engine in of_engines}
         if not records:
             raise RecordError(f"{folder} has no record of {', '.join(FOLDERS)}: a lesson is made from theirs")
-        write_lesson(self.strategy, outcome, records, page, programs)
+        found = write_lesson(self.strategy, outcome, records, page, programs)
         passed, sentence = outcome.passed, outcome.sentence()
         if self.json:
-            facts = {"strategy": self.strategy, "page": str(page), "run_dir": str(folder)}
-            print_json({**facts, "engines": outcome.finished, "passed": passed, "verdict": sentence})
+            found = msgspec.structs.replace(found, sentence=sentence, folder=str(folder))
+            print_findings(found, as_json=True)
         else:
             console = results_console()
             for line in warn_of_load(outcome):

@@ -21,6 +21,7 @@ from compare.execute.cpu_load import warn_of_load
 from compare.judge.outcome import Outcome
 from compare.numerics.parameters import parameter_count
 from compare.setup.lessons import FOLDERS, LESSONS, run_command, source_files
+from compare.show.envelope import states_of
 from compare.show.findings import Findings
 from compare.show.page import write_page
 from compare.spec.engines.registry import ENGINES
@@ -51,8 +52,8 @@ def write_lesson(
     records: Mapping[str, Record],
     output: Path,
     programs: Sequence[Program] = (),
-) -> None:
-    """Write the page of a strategy from the records of a finished run, by engine.
+) -> Findings:
+    """Write the page of a strategy from the records of a finished run, by engine. Returns its findings.
 
     `programs` were compiled for chips that are not here; each has a column of messages. An engine without a
     record has no column. Raises ExperimentError: the layout does not have the strategy.
@@ -83,9 +84,12 @@ def write_lesson(
     layout = layout_in_words(experiment, outcome.platform)
     headline, *exceptions = re.split(r"; (?![^(]*\))", outcome.sentence())
     findings = Findings(
+        study="lesson",
         title=f"{lesson.title}: one question, {len(sources)} answers",
         sentence=headline if outcome.passed else outcome.sentence(),
-        value=outcome,
+        page=str(output),
+        cases=states_of(outcome),
+        values={"strategy": strategy, "engines": outcome.finished, "outcome": outcome},
         passed=outcome.passed,
         about=[
             f"{layout[0].upper()}{layout[1:]}.",
@@ -130,6 +134,7 @@ def write_lesson(
         on_chips=on_chips,
         anchors={key: "row-" + re.sub(r"\W+", "-", "-".join(filter(None, key))) for key in keys},
     )
+    return findings
 
 
 def sent_on_chip(one: Program) -> dict[Key, str]:

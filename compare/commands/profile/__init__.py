@@ -86,7 +86,7 @@ class Profile(Spread, frozen=True, kw_only=True):
         ]
         warnings = [*warn_of_load(outcome), *warn_of_watching(engines)]
         words = f"one step, {layout_in_words(outcome.experiment, outcome.platform)}"
-        found = verdict_findings(
+        return verdict_findings(
             outcome,
             title=f"{outcome.name}: {words}",
             sentence="; ".join([verdict, *(["its times are UNRELIABLE"] if warnings else waits)]),
@@ -102,8 +102,8 @@ class Profile(Spread, frozen=True, kw_only=True):
             ],
             links=[Link(f"trace of {one.name}", href=f"{one.name}/{TRACE}") for one in watched],
             figures=timeline_figures(records),
+            values={"engines": engines},
         )
-        return replace(found, value={"engines": engines, "verdict": verdict, "passed": found.passed})
 
 
 class EngineProfile(Struct, frozen=True, kw_only=True, omit_defaults=True):

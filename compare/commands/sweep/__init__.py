@@ -93,7 +93,7 @@ class Sweep(Study, frozen=True, kw_only=True):
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A row for each strategy on each engine, and its mean over seeds."""
         rows, seeds, experiment = rows_of(outcome), means_over_seeds(outcome), outcome.experiment
-        found = verdict_findings(
+        return verdict_findings(
             outcome,
             title=f"{outcome.name}: {len(rows)} rows",
             about=[
@@ -104,12 +104,5 @@ class Sweep(Study, frozen=True, kw_only=True):
             ],
             tables=tables_of(rows, seeds),
             warnings=warn_of_load(outcome),
+            values={"rows": rows, "seeds": seeds},
         )
-        value = {
-            "rows": rows,
-            "seeds": seeds,
-            "passed": found.passed,
-            "verdict": found.sentence,
-            "result": outcome,
-        }
-        return msgspec.structs.replace(found, value=value)
