@@ -20,6 +20,7 @@ part() {  # NAME SECONDS COMMAND...: at most SECONDS, and never beyond the end
   [ -e "$results/$name.done" ] && return
   [ "$limit" -gt "$rest" ] && limit=$rest
   [ "$limit" -lt 5 ] && return
+  [ -f "$results/$name/outcome.json" ] || rm -rf "${results:?}/$name"  # killed before it saved anything
   if [ -d "$results/$name" ]; then set -- "$1" --continue "$results/$name"; else set -- "$@" --run_dir "$results/$name"; fi
   echo "$name, at most $limit s: shardpair $*" >&2
   timeout -s INT -k 10 "$limit" shardpair "$@" > "$results/$name.txt" 2> "$results/$name.log" && touch "$results/$name.done"

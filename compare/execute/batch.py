@@ -13,10 +13,11 @@ SCRIPT = """\
 #SBATCH --output=%x-%j.log
 
 turn=${{SLURM_RESTART_COUNT:-0}}
-run=runs/$SLURM_JOB_ID
-if [ -d "$run" ]; then
+run=runs/${{SLURM_JOB_ID:?}}
+if [ -f "$run/outcome.json" ]; then
   shardpair {study} --continue "$run" {how}
 else
+  rm -rf "$run"  # killed at its start
   {line} --run_dir "$run"
 fi
 case $? in 4) [ "$turn" -lt 20 ] && scontrol requeue "$SLURM_JOB_ID" ;; esac

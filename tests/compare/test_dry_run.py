@@ -1,7 +1,9 @@
 """A dry run prints its plan and starts nothing; it skips engines by name."""
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +185,33 @@ def test_script_is_that_of_the_docs():
     script = batch_script(f"{line} --launcher slurm --dry_run", nodes=2)
     page = Path(__file__).parents[2] / "docs" / "cluster.md"
     assert f"```bash\n{script}```\n" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("left", "line"),
+    [
+        ([], "run check --launcher slurm --run_dir runs/7"),
+        (["half"], "run check --launcher slurm --run_dir runs/7"),
+        (["half", "outcome.json"], "run --continue runs/7 --launcher slurm"),
+    ],
+    ids=["first", "killed early", "stopped"],
+)
+def test_script_continues_what_was_saved(tmp_path, left, line):
+    """A requeued job begins again if the first start saved no outcome."""
+    folder = tmp_path / "runs" / "7"
+    for name in left:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    stub = tmp_path / "shardpair"
+    stub.write_text('#!/bin/sh\necho "$@" > asked\nls runs/7 > seen 2> /dev/null\n')
+    stub.chmod(0o755)
+    script = batch_script("shardpair run check --launcher slurm --dry_run", nodes=2)
+    for job in ("", "7"):  # without a job nothing is removed
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": job}
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=False)
+        assert (done.returncode == 0, (tmp_path / "asked").exists()) == (bool(job), bool(job))
+    assert (tmp_path / "asked").read_text() == f"{line}\n"
+    assert (tmp_path / "seen").read_text().split() == (left if "outcome.json" in left else [])
 
 
 @pytest.mark.usefixtures("no_process")

@@ -22,7 +22,7 @@ STUBS = {
     "shardpair": f"""
         [ "$1" = report ] && {{ echo '{json.dumps(REPORT)}'; [ $UNFINISHED = none ]; exit; }}
         for folder; do :; done
-        mkdir -p "$folder"
+        mkdir -p "$folder" && touch "$folder/outcome.json"
         case $1 in $UNFINISHED) exit 1 ;; esac""",
     "timeout": """
         shift 5
