@@ -27,10 +27,12 @@ part() {  # NAME SECONDS COMMAND...: at most SECONDS, and never beyond the end
 }
 
 [ "$dry" ] || mkdir -p "$results"
-# Nothing is timed here, so these parts run at the same time. No fused kernel has float64.
-for core in float64:dense float64:blockwise bfloat16:dense bfloat16:blockwise bfloat16:fused; do
+# Nothing is timed here, so these parts run at the same time. No fused kernel has float64: only JAX has blocks in it.
+for core in float64:dense bfloat16:dense bfloat16:blockwise bfloat16:fused; do
   part check-${core%:*}-${core#*:} 170 check check $one --devices 1 --precision.dtype ${core%:*} --model.attention ${core#*:} &
 done
+part run-float64-blockwise 170 run check $one --preset single --precision.dtype float64 --model.attention blockwise \
+  --engines jax-compiler jax-explicit jax-manual &
 part ledger 170 ledger check $one --preset single &
 part memory 170 memory demo $one --presets single --train.gradient_accumulation_steps 1 &
 wait
@@ -58,7 +60,7 @@ for row in rows:
     print("|", " | ".join([*cells, f"{mfu:.0%}" if mfu else "", f"{row['peak_mem_bytes'] / 1e9:.3g} GB"]), "|")
 END
 missing=
-for name in check-float64-dense check-float64-blockwise check-bfloat16-dense check-bfloat16-blockwise \
+for name in check-float64-dense run-float64-blockwise check-bfloat16-dense check-bfloat16-blockwise \
   check-bfloat16-fused ledger memory bench profile; do
   [ -e "$results/$name.done" ] || missing="$missing $name"
 done

@@ -69,7 +69,7 @@ def require_case(engine: str, experiment: Experiment, *, platform: str, hosts: H
             "leave it out, or give --platform gpu"
         )
     require_devices(experiment, platform, hosts)
-    require_kernel(experiment, platform=platform)
+    require_kernel(engine, experiment, platform=platform)
     ENGINES[engine].require_experiment(experiment)
     if platform == "gpu":
         require_free_queues(engine, experiment.layout, os.environ)
@@ -87,12 +87,20 @@ def require_free_queues(engine: str, layout: Layout, environment: Mapping[str, s
             )
 
 
-def require_kernel(experiment: Experiment, *, platform: str) -> None:
-    """Reject a core of attention that a platform lacks. Raises ExperimentError."""
-    if experiment.model.attention == "fused" and platform == "cpu":
+def require_kernel(engine: str, experiment: Experiment, *, platform: str) -> None:
+    """Reject a core of attention that an engine lacks on a platform. Raises ExperimentError."""
+    core, dtype, layout = experiment.model.attention, experiment.precision.dtype, experiment.layout
+    if core == "fused" and platform == "cpu":
         raise ExperimentError(
             "model.attention = fused with --platform cpu: fused kernels are for GPUs: add --platform gpu, or "
             "set model.attention = blockwise"
+        )
+    is_ring = layout.cp > 1 and layout.context == "ring"  # computes its blocks by products
+    has_kernels = ENGINES[engine].is_jax or is_ring or platform == "cpu"
+    if core == "blockwise" and dtype == "float64" and not has_kernels:
+        raise ExperimentError(
+            f"{engine}: model.attention = blockwise with precision.dtype = float64 and --platform gpu: "
+            "PyTorch's fused kernels for GPUs lack float64: set model.attention = dense or auto"
         )
 
 

@@ -214,6 +214,21 @@ def test_script_continues_what_was_saved(tmp_path, left, line):
     assert (tmp_path / "seen").read_text().split() == (left if "outcome.json" in left else [])
 
 
+FLOAT64 = ["--platform", "gpu", "--model.attention", "blockwise", "--precision.dtype", "float64"]
+
+
+def test_fused_kernel_in_float64_is_rejected(login_node, capsys):
+    """PyTorch has none on GPUs. JAX computes blocks itself, and a ring of torch-manual multiplies."""
+    asked = ["run", "check", *FLOAT64, "--dry_run"]
+    assert main([*asked, "--engines", "torch-library"]) == 2
+    refused = "torch-library would be refused: model.attention = blockwise with precision.dtype = float64"
+    assert refused in " ".join(capsys.readouterr().out.split())
+    assert main([*asked, "--engines", "jax-manual"]) == 0
+    assert main([*asked, "--engines", "torch-manual", "--preset", "cp_ring"]) == 0
+    assert main([*asked, "--engines", "torch-manual", "--preset", "cp"]) == 2
+    assert main([*asked, "--engines", "torch-manual", "--precision.dtype", "float32"]) == 0
+
+
 @pytest.mark.usefixtures("no_process")
 def test_checkpoint_to_resume_is_read(tmp_path, capsys):
     """A dry run names the step. A damaged checkpoint is rejected, and the newest whole one is named."""
