@@ -146,10 +146,6 @@ class Result(Output, frozen=True, kw_only=True, eq=False):
         """Finished runs, the reference first."""
         return iter(self.trainings.values())
 
-    def __len__(self) -> int:
-        """Number of finished runs."""
-        return len(self.trainings)
-
     def __repr__(self) -> str:
         """The folder and the sentence, for a terminal."""
         return f"<{type(self).__name__} {self.folder}: {self.sentence()}>"

@@ -131,12 +131,12 @@ def test_failed_case_is_continued(engines, evaluated):
     """The result of a study, continued from Python: its values, its page, its curves."""
     engines.failing = {"jax-manual": EngineError("jax-manual: lost", exit_code=1)}
     first = api.run(evaluated, engines=NAMES, quiet=np.True_, run_dir=Path("r"))
-    assert (first.passed, len(first), first.folder) == (False, 1, Path("r"))
+    assert (first.passed, len(first.trainings), first.folder) == (False, 1, Path("r"))
     engines.failing, engines.started = {}, []
     with pytest.raises(ExperimentError, match=r"^continue r goes on with .*: leave out engines"):
         api.continue_study("r", engines=NAMES)
     result = api.continue_study(first.folder, quiet=True)
-    assert (result.passed, len(result), engines.started) == (True, 2, ["jax-manual"])
+    assert (result.passed, len(result.trainings), engines.started) == (True, 2, ["jax-manual"])
     assert read_outcome(Path("r")).passed
     training = result["jax-manual"]
     assert training.step.tolist() == [0, 1, 2]
