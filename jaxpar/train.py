@@ -1,5 +1,6 @@
 """Training: set up a run, and loop. All engines of jaxpar share it."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from compare.checkpoint.description import WEIGHTS
 from compare.checkpoint.reader import CheckpointReader
 from compare.contract.request import Request
 from compare.contract.timing import Stopwatch
+from compare.contract.trace import write_trace
 from compare.numerics.boxes import Weights
 from compare.numerics.data import open_corpus
 from compare.numerics.optimizer import moment_names
@@ -57,6 +59,10 @@ def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = la
     recording, state, last = make_recording(run, folder), run.state, run.experiment.train.max_iters
     at(state.step, "compute")
     recording.begin(state)
+    if request.trace:
+        trace = importlib.import_module("jaxpar.measure.trace").trace_step(run)
+        if jax.process_index() == 0:
+            write_trace(folder, run.experiment, *trace)
     while state.step < last:
         train_steps(run, recording)
         recording.between(state)

@@ -8,6 +8,7 @@
     memory.json               memory of one step by class (`compare.contract.memory_profile`)
     work.json                 observed operations of one step (`compare.contract.work`)
     TENSORS.safetensors       tensors of the ladder, by canonical parameter name (`Rung`)
+    trace-WAY.safetensors     outputs (forward) and their gradients (backward) (`compare.contract.trace`)
     manifest.json             circumstances and costs; written last, so a record with a manifest is complete
     checkpoints/              the full state after some of the steps (`compare.checkpoint`)
     error.json                instead of a manifest: the rank that failed first, and its traceback
@@ -35,6 +36,7 @@ from compare.contract.memory_profile import MEMORY, MemoryProfile
 from compare.contract.request import REQUEST, Request, Rung
 from compare.contract.timeline import TIMELINE, TRACES, Timeline
 from compare.contract.timing import Window
+from compare.contract.trace import BACKWARD, FORWARD
 from compare.contract.work import WORK, ObservedWork
 from compare.numerics.initial_weights import write_weights
 from compare.numerics.stream import Evaluation
@@ -192,7 +194,7 @@ class Recorder:
 def clear_record(folder: Path) -> None:
     """Remove the files of an earlier run. The caller has the folder's lock."""
     names = [MANIFEST, ERROR, STEPS, STEPS_PART, EVALUATIONS, *FILES.values()]
-    for name in [*names, *TRACES, *(f"{rung}.safetensors" for rung in Rung)]:
+    for name in [*names, *TRACES, FORWARD, BACKWARD, *(f"{rung}.safetensors" for rung in Rung)]:
         (folder / name).unlink(missing_ok=True)
     remove_remains(folder)
 

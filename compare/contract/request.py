@@ -98,6 +98,9 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Windows of timed steps. A timed run has no ladder, and its timing sets `max_iters`."""
     profile: bool = False
     """Record the timeline of one step (`compare.contract.timeline`)."""
+    trace: bool = False
+    """Record the output of each place of the model in the first step, and its gradient
+    (`compare.contract.trace`)."""
 
     @property
     def first_step(self) -> int:
