@@ -1,8 +1,8 @@
 """Trace of one step: the output of each place of the model in forward, and its gradient in backward.
 
-A side writes a trace if `Request.trace` is set, of the passes of the first step. Each tensor is whole: put
-together from the parts of all devices, in one layout for both sides. In jaxpar `measure.trace.trace_step(run)`
-returns forward and backward, NumPy arrays by place; in torchpar `measure.trace` observes the step.
+A side writes a trace if `Request.trace` is set, of all passes of the first step. Each tensor is whole: put
+together from the parts of all devices, in one layout for both sides. jaxpar's `measure.trace.trace_step(run)`
+returns forward and backward, NumPy arrays by place. torchpar's `measure.trace` observes the step.
 
     place                       dims after A, B, T     meaning
     embedding                   C                      token plus position vectors, after dropout
@@ -42,7 +42,6 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
 from compare.contract.request import Request
 from compare.numerics.context import order_of_positions
