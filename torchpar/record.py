@@ -54,6 +54,10 @@ def make_recording(run: Run, folder: Path) -> Recording:
         from torchpar.measure.timeline import StepProfiler  # slow to import
 
         observers.insert(0, StepProfiler(run, recorder, instruments.ledger, instrumented=instruments.watched))
+    if run.request.trace:
+        from torchpar.measure.trace import Tracer
+
+        observers.insert(0, Tracer(run, recorder))  # the ledger does not observe its messages
     return Recording(RecordedRank(run, instruments), recorder, folder, observers)
 
 

@@ -8,7 +8,7 @@ from compare.execute.folders import check_output
 from compare.flags import DEVICES, EngineName, PresetNames, chosen_engines
 from compare.judge.goldens import NANOGPT
 from compare.judge.outcome import Grid, Outcome
-from compare.judge.verdict import Verdict
+from compare.judge.verdict import TRACED, Verdict
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.grid import against_one_device, grid, pivot, vary
 from compare.setup.presets import edits_of, several_presets, spread
@@ -30,6 +30,7 @@ VARIANTS = (
 GOLDEN, SGD = "golden", {"name": "sgd", "momentum": 0.9}
 """The experiment that nanoGPT was run on, and what the second golden's optimizer has other than it."""
 ERRORS = "Worst relative error of a gradient / of a later weight"
+ERROR_OF_TRACE = "Worst relative error of a module's output, or of its gradient"
 PAGE = """Each engine under each layout, against one unsharded device (PyTorch, no wrapper, no
 collective). An error is the largest difference of a tensor, divided by its largest entry: of gradients before
 clipping, and of weights after at most 20 steps. A dash: the engine rejects the layout. (gpipe): the engine
@@ -40,13 +41,15 @@ class Check(Study, frozen=True, kw_only=True):
     """Compare engines with one unsharded device, tensor by tensor, or with nanoGPT's own train.py.
 
     Without --presets each engine runs each of its gradient synchronisations. The experiment is tiny and in
-    float64 unless you name another. Nothing is timed.
+    float64 unless you name another. Nothing is timed. If the first forward or backward is wrong, a trace
+    names the first module whose output or gradient differs, and the devices.
 
     Try:
       shardpair check
       shardpair check --presets fsdp tp --variants precision.dtype=float32
       shardpair check --presets all --variants all --output parity.md
       shardpair check --against nanogpt --presets fsdp --devices 2
+      shardpair check --presets tp cp_ring --engines torch-manual --trace
     """
 
     engines: tuple[EngineName, ...] = ()
@@ -62,6 +65,9 @@ class Check(Study, frozen=True, kw_only=True):
     """nanogpt: compare with nanoGPT's numbers, on its experiment, with AdamW and with SGD."""
     numbers_only: bool = False
     """Compare no strategies: an engine may reach the same numbers in another way than the layout's."""
+    trace: bool = False
+    """Also compare the output of each module in the first step, and its gradient. A failure in forward or
+    backward is traced anyway."""
     output: Path | None = None
     """Also write the tables as Markdown to this file."""
 
@@ -103,11 +109,15 @@ class Check(Study, frozen=True, kw_only=True):
         whole_rows = {f"{engine}.{row}": why for engine in engines for row, why in refused.items()}
         return cases, left_out | whole_rows
 
+    def needs_trace(self, verdict: Verdict) -> bool:
+        """True with --trace, and for a failure in the first forward or backward."""
+        return self.trace or bool(verdict.failure and verdict.failure.rung in TRACED)
+
     @classmethod
     def findings(cls, outcome: Outcome, folder: Path) -> Findings:
         """A grid: a row for each layout and setting, a column for each engine."""
         verdicts = {verdict.candidate: verdict for verdict in outcome.verdicts}
-        dtype = outcome.experiment.precision.dtype
+        dtype, traced = outcome.experiment.precision.dtype, bool(outcome.options.get("trace"))
         skipped = [
             f"{verdict.candidate} was not compared: {why}"
             for verdict in outcome.verdicts
@@ -119,7 +129,8 @@ class Check(Study, frozen=True, kw_only=True):
             title=f"{outcome.name}: {len(outcome.finished)} cases",
             sentence=skipped[0] if skipped and outcome.passed else "",
             tables=[
-                pivot(f"{ERRORS}, {dtype}", outcome, lambda name: cell_of(outcome, name, verdicts.get(name)))
+                pivot(f"{ERRORS}, {dtype}", outcome, lambda name: cell_of(outcome, name, verdicts.get(name))),
+                *([pivot(ERROR_OF_TRACE, outcome, lambda name: cell_of_trace(verdicts.get(name)))] * traced),
             ],
             passed=outcome.passed and not skipped,
         )
@@ -173,3 +184,10 @@ def cell_of(outcome: Outcome, name: str, verdict: Verdict | None) -> Text:
     case = outcome.cases[name]
     is_other = case.experiment.layout.schedule == "gpipe" and case.coordinates.get("layout") != "pp_gpipe"
     return Text(f"{text} (gpipe)" if is_other else text)
+
+
+def cell_of_trace(verdict: Verdict | None) -> Text:
+    """A cell of the grid of traces: the largest error, or the first place that differs."""
+    if not (verdict and verdict.trace):
+        return Text(verdict.untraced if verdict else "")
+    return Text(verdict.trace.sentence() if verdict.trace.place else f"{verdict.trace.error:.0e}")

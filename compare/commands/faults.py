@@ -16,7 +16,7 @@ from compare.contract.record import Record
 from compare.contract.request import Request
 from compare.flags import DEVICES, StudiedName, chosen_engines
 from compare.judge.outcome import Case, Grid, Outcome
-from compare.judge.verdict import Verdict
+from compare.judge.verdict import TRACED, Verdict
 from compare.run.study import OF_LAYOUTS, Study
 from compare.setup.planted import ROOT, Diff, Fault, load_faults, patched_copy
 from compare.setup.presets import PRESETS, check_names, edits_of, spread
@@ -59,6 +59,8 @@ class Faults(Study, frozen=True, kw_only=True):
     """Names of the faults. Default: all."""
     devices: int = DEVICES
     """Devices of data parallelism. Faults of other layouts have their own numbers of devices."""
+    trace: bool = False
+    """Also name the first module whose output or gradient differs, for mistakes in forward or backward."""
 
     default = "check"
     fixed: ClassVar = {**OF_LAYOUTS, "init_from": None}
@@ -84,6 +86,10 @@ class Faults(Study, frozen=True, kw_only=True):
             record = super().launch(case, place, source=Path(source), **how)
         (place / CHANGE).write_text(change_of(case), encoding="utf-8")
         return record
+
+    def needs_trace(self, verdict: Verdict) -> bool:
+        """With --trace, for a failure in the first forward or backward."""
+        return self.trace and verdict.failure is not None and verdict.failure.rung in TRACED
 
     def __call__(self) -> int:
         """Run the study; --dry_run also prints the changes. Returns 0 if each fault is caught at its rung."""
@@ -141,6 +147,7 @@ COLUMNS = (
     Column[Row]("caught at", lambda row: row.verdict.failure.rung if row.verdict.failure else "nothing"),
     Column[Row]("where", lambda row: row.verdict.failure.worst if row.verdict.failure else ""),
     Column[Row]("error", lambda row: error_text(row.verdict.failure.error) if row.verdict.failure else ""),
+    Column[Row]("trace", lambda row: row.verdict.trace.sentence() if row.verdict.trace else None),
     Column[Row](
         "",
         lambda row: "ok" if row.is_right else "WRONG",

@@ -20,7 +20,7 @@ returns forward and backward, NumPy arrays by place. torchpar's `measure.trace` 
     loss                        only A                 mean loss of a pass, with the load-balance loss
 
 Linear maps include their bias. With experts a block has the places router and experts instead of up and down.
-The dims of qkv are those of the canonical parameter table (`compare.numerics.parameters.qkv_dims`). Heads,
+The canonical parameter table has the dims of qkv (`compare.numerics.parameters.qkv_dims`). Heads,
 features, rows and positions are in the order of the whole model and batch, without padding. Microbatches of a
 pipeline are rows of their pass.
 
@@ -29,11 +29,11 @@ devices. So a gradient has the factor 1 / A, and none of the loss scale or of th
 gradient of `loss` is 1 / A. The gradient of a router weight goes through the weighted sum alone, and is 0 for
 experts that were not chosen. Each tensor is stored in the dtype of stored weights.
 
-If devices of tp hold copies of a tensor that are not bitwise equal, a side may also write the copy of device
-r, as PLACE@tp=r. PLACE itself is then the copy of device 0. A side that has no copies writes PLACE alone.
+Some tensors are copied on all devices of tp. If the copies are not bitwise equal, a side may also write the
+copy of device r, as PLACE@tp=r. PLACE is the copy of device 0.
 
-A passes, B rows of a pass over all devices, T positions, C embedding, H heads, K heads of keys and values,
-G = H / K, D head_dim, M inner features, E experts, L block.
+A passes, B rows of a pass over all devices, T positions, C embedding, M inner features. E experts, L block.
+H heads, K heads of keys and values, G = H / K, D head_dim.
 """
 
 import math

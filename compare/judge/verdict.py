@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from compare.contract.record import Record
@@ -19,6 +19,7 @@ from compare.judge.errors import Found, largest
 from compare.judge.readings import Values, weights
 from compare.judge.rounding import coarser
 from compare.judge.rungs import BATCH, NAMED, RUNGS, Rung
+from compare.judge.trace import Difference
 from compare.spec.experiment import SAME_NUMBERS, differing_keys
 
 SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
@@ -26,6 +27,8 @@ SAME = ("model.", "data.", "optimizer.", "train.", "precision.dtype")
 OVERFLOWED = "the first step overflowed and was skipped: lower precision.loss_scale to compare it"
 TRAINED = ("later_weights", "final_weights", "loss_curve", "norm_curve", "evaluations")
 """Rungs whose errors grow over the steps of a training. A large learning rate amplifies rounding most."""
+TRACED = ("routing", "loss", "later_routing", "gradients")
+"""Rungs of forward and backward, whose failure a trace explains."""
 UNASKED = "it was not asked for"
 OTHER_CORPUS = "the two runs read different training tokens"
 
@@ -58,6 +61,10 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """Rungs that were not compared, with the reason."""
     uncompared: dict[str, str] = msgspec.field(default_factory=dict)
     """Settings of the layout that were not checked in one of the runs, with the reason."""
+    trace: Difference | UnsetType = UNSET
+    """The first place where the first step differs (`compare.judge.trace`); unset without a trace."""
+    untraced: str = ""
+    """The reason why a trace is missing; '' if there is one, or none was needed."""
 
     @property
     def failure(self) -> RungResult | None:
@@ -79,7 +86,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return result.error if result else None
 
     def sentence(self) -> str:
-        """PASS, or the first failed rung with its worst place and error."""
+        """PASS, or the first failed rung with its worst place and error, and the place that a trace names."""
         bad = self.failure
         if bad is None:
             return "PASS"
@@ -89,6 +96,10 @@ class Verdict(Struct, frozen=True, kw_only=True):
             return f"all numbers agree ({len(self.rungs) - 1} rungs); {sentence} (--numbers_only skips it)"
         if bad.first and bad.first != bad.worst and math.isfinite(bad.error):
             sentence += f"; the first in backward is {bad.first}"
+        if bad.rung in TRACED and self.trace:
+            sentence += f"; {self.trace.sentence()}"
+        if bad.rung in TRACED and self.untraced:
+            sentence += f"; not traced: {self.untraced}"
         is_exact = bad.tolerance <= NAMED[bad.rung].limits.float64
         if bad.rung in TRAINED and not is_exact and math.isfinite(bad.error):
             sentence += "; rounding grows over the steps: try --precision.dtype float64, too"
@@ -152,8 +163,13 @@ def climb(
     uncompared = reference.alone.uncompared | candidate.alone.uncompared
     if STRATEGY in skip:
         uncompared = {"the strategy": skip[STRATEGY]}
-    names = {"candidate": candidate.name, "reference": reference.name}
-    return Verdict(**names, rungs=results, skipped=skipped, uncompared=uncompared)
+    return Verdict(
+        candidate=candidate.name,
+        reference=reference.name,
+        rungs=results,
+        skipped=skipped,
+        uncompared=uncompared,
+    )
 
 
 def errors_by_place(

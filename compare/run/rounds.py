@@ -16,6 +16,7 @@ from compare.execute.launchers import Hosts
 from compare.execute.progress import Reporter
 from compare.judge.outcome import Case, Outcome, save, with_case
 from compare.run.continuing import make_room
+from compare.run.tracing import with_traces
 from compare.side.ending import STOPPED
 from compare.system.tensors import RecordError
 
@@ -61,6 +62,8 @@ def run_missing(
                     if hosts.launcher == "local":  # other launchers start no children of ours
                         outcome = cpu_load.with_load(outcome, name, others.cores())
                     outcome = with_case(outcome, name, value, record, folder, number=number)
+                    how = {"reporter": reporter, "pythons": pythons, "hosts": hosts}
+                    outcome = with_traces(study, outcome, folder, **how)
                     if not study.keeps_records:
                         shutil.rmtree(place, ignore_errors=True)
                 except (EngineError, RecordError) as error:

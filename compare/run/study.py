@@ -22,6 +22,7 @@ from compare.execute.this_machine import here_and_now, require_same_source
 from compare.flags import StudyFlags, find_pythons, hosts_of
 from compare.formats.nanogpt import is_config, sizes_in
 from compare.judge.outcome import Case, Grid, Outcome, read_outcome, require_judged
+from compare.judge.verdict import Verdict
 from compare.numerics.data import open_corpus
 from compare.run.metrics import figures
 from compare.run.rounds import run_missing
@@ -288,6 +289,10 @@ class Study(StudyFlags, frozen=True, kw_only=True):
     def keep(self, case: Case, record: Record, *, first_step_after_s: float) -> Any:
         """The value to keep of a finished case, whose first step ended this long after its start."""
         return figures(record)
+
+    def needs_trace(self, verdict: Verdict) -> bool:
+        """Whether the case and its reference run their first step once more, for a trace."""
+        return False
 
     def end(self, outcome: Outcome, folder: Path) -> Outcome:
         """The outcome after its last case; also called after --continue."""

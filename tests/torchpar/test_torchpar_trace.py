@@ -1,145 +1,204 @@
-"""Spans of handmade traces, of a CPU rank and of a GPU."""
+"""Traces of torchpar's engines on four gloo ranks: every place equals one device, and mistakes are named."""
 
-import msgspec
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from compare.contract.timeline import Span
-from torchpar.comm.collectives import Call
-from torchpar.measure.trace import STEP as STEP_NAME
-from torchpar.measure.trace import WAIT, read_trace
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
 
-BASE_NS = 7_000_000_000
-MARKS: dict[str, Span] = {}
+from compare.contract.record import read_tensors
+from compare.contract.request import Request, Rung
+from compare.contract.trace import FORWARD, read_trace
+from compare.judge.trace import Difference, Trace, first_difference
+from compare.side.recording import Progress
+from compare.spec.experiment import Data, Experiment, Layout, Precision, Train
+from tests.support.gpt_steps import CONFIG, batches, make_parallel
+from tests.support.layouts import TORCH_SHARED, TORCH_ZERO
+from tests.support.ranks import on_ranks
+from tests.support.torch_runs import trained
+from torchpar.measure import trace
+from torchpar.measure.trace import Tracer
+from torchpar.mlp import Balance
+from torchpar.run import Run
+from torchpar.train import MAKE_ENGINE, forward_backward
+
+EXPERIMENT = Experiment(
+    model=CONFIG,
+    train=Train(batch_size=4, gradient_accumulation_steps=2),
+    precision=Precision(dtype="float64"),
+)
+WITH_EXPERTS = {"n_experts": 4, "bias": False}
+DEEP = {"n_layer": 4}
+GROUPED = {"n_kv_head": 2, "position": "rope"}
+RING = Layout(cp=4, context="ring", zigzag=True)
+EP = Layout(dp_shard=4, ep=2, zero=1)
+TP_SP = TORCH_SHARED["tp_sp"]
+CASES = [
+    ("torch-manual", Layout(dp_replicate=4), {}),
+    ("torch-manual", TORCH_ZERO["zero3_remat"], {}),
+    ("torch-manual", TP_SP, GROUPED),
+    ("torch-manual", RING, {}),
+    ("torch-manual", Layout(cp=2, tp=2, context="ulysses"), {}),
+    ("torch-manual", EP, WITH_EXPERTS),
+    ("torch-manual", replace(TP_SP, remat="dots"), WITH_EXPERTS),
+    ("torch-manual", TORCH_SHARED["interleaved"], DEEP),
+    ("torch-manual", TORCH_SHARED["tp_sp_pp"], {}),
+    ("torch-manual", Layout(pp=2, dp_replicate=2, schedule="zero_bubble", microbatches=2), {}),
+    ("torch-library", TORCH_ZERO["shard_grad_op"], {}),
+    ("torch-library", Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True), GROUPED),
+    ("torch-library", Layout(dp_replicate=2, cp=2, zigzag=True), {}),
+    ("torch-library", replace(EP, zero=3), WITH_EXPERTS),
+    ("torch-library", TORCH_SHARED["interleaved"], DEEP),
+    ("torch-library", Layout(pp=2, dp_shard=2, zero=3, schedule="zero_bubble", microbatches=2), {}),
+    ("torch-compiler", Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True), {}),
+    ("torch-compiler", Layout(cp=2, tp=2, zigzag=True), GROUPED),
+    ("torch-compiler", EP, WITH_EXPERTS),
+    ("torch-compiler", TP_SP, WITH_EXPERTS),
+]
+LAST = ["torch-manual"]
+"""The engine of the test before."""
 
 
-def mark(kind, name, **fields) -> str:
-    """The name of a range that marks this span."""
-    title = f"shardpair {len(MARKS)}"
-    MARKS[title] = Span(kind=kind, name=name, begin_us=0.0, duration_us=0.0, **fields)
-    return title
+@pytest.fixture(autouse=True)
+def fresh_ranks(ranks, request):
+    """torch-library changes DTensor's loss for the process."""
+    engine = getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("engine", LAST[0])
+    if engine != LAST[0]:
+        ranks.end()
+    LAST[0] = engine
 
 
-def event(name, begin, end, cat="cpu_op", correlation=None):
-    times = {"ph": "X", "pid": 1, "tid": 1, "ts": begin, "dur": end - begin}
-    arguments = {} if correlation is None else {"correlation": correlation, "stream": 7}
-    return times | {"cat": cat, "name": str(name), "args": arguments}
-
-
-def spans_of(*events, on_gpu=False, library_calls=()):
-    entries = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}, *events]
-    content = msgspec.json.encode({"traceEvents": entries, "baseTimeNanoseconds": BASE_NS})
-    return read_trace(content, MARKS, on_gpu=on_gpu, library_calls=library_calls)
-
-
-def times(spans: list[Span], kind: str):
-    """(begin, end) of the spans of a kind, on the trace's own clock."""
-    base = BASE_NS / 1e3
-    return [(span.begin_us - base, span.end_us - base) for span in spans if span.kind == kind]
-
-
-STEP = event(STEP_NAME, 0, 1000, "user_annotation")
-SUM = {"operation": "all_reduce", "axis": "dp_replicate", "purpose": "gradients"}
-GRADIENTS = mark("communication", "all_reduce of gradients", **SUM)
-
-
-def test_trace_compute_without_waits():
-    found = spans_of(
-        event("c10d::allgather_", -20, -10),  # before the step: ranks meet
-        STEP,
-        event(mark("forward", "forward"), 10, 100, "user_annotation"),
-        event(mark("backward", "backward"), 100, 400, "user_annotation"),
-        event(GRADIENTS, 200, 210, "user_annotation"),
-        event("c10d::allreduce_", 202, 208),
-        event("gloo:all_reduce", 215, 330, "user_annotation"),
-        event(GRADIENTS, 250, 260, "user_annotation"),
-        event("c10d::allreduce_", 252, 258),
-        event("gloo:all_reduce", 262, 380, "user_annotation"),
-        event(WAIT, 300, 330, "user_annotation"),
-        event(WAIT, 340, 380, "user_annotation"),
+def traced(
+    engine: str, experiment: Experiment, rank: int, plant: Callable[[nn.Module], Any] = lambda module: None
+) -> Trace:
+    """The trace of one step; on other ranks than the first empty."""
+    parallel, mesh = make_parallel(MAKE_ENGINE[engine], experiment.layout, rank, experiment)
+    plant(parallel.module)
+    balance = next((part for part in parallel.module.modules() if isinstance(part, Balance)), None)
+    run = Run(
+        request=Request(engine=engine, experiment=experiment, trace=True),
+        mesh=mesh,
+        rank=SimpleNamespace(at=lambda *_: None),
+        corpus=None,
+        engine=parallel,
+        train_step=None,
+        state=Progress(),
+        balance=balance,
     )
-    assert times(found.spans, "forward") == [(10, 100)]
-    assert times(found.spans, "backward") == [(100, 300), (330, 340), (380, 400)]
-    assert times(found.spans, "communication") == [(215, 330), (262, 380)]
-    assert {span.purpose for span in found.spans if span.kind == "communication"} == {"gradients"}
-    assert found.wall_us == 1000
-    assert not found.problem
-
-
-def test_trace_names_library_collectives():
-    calls = [Call("all_gather", "dp_shard", "parameters"), Call("reduce_scatter", "dp_shard", "gradients")]
-    events = (
-        STEP,
-        event(mark("forward", "forward"), 0, 500, "user_annotation"),
-        event("c10d::_allgather_base_", 10, 20),
-        event("gloo:all_gather", 12, 40, "user_annotation"),
-        event("c10d::_reduce_scatter_base_", 60, 70),
-        event("gloo:all_reduce", 62, 90, "user_annotation"),  # gloo's reduce-scatter is an all-reduce
+    if balance:
+        balance.total_counts = run.total_over_data
+    batch = run.shard_batch(
+        {name: x.numpy() for name, x in zip(("inputs", "targets"), batches(0), strict=True)}
     )
-    found = spans_of(*events, library_calls=calls)
-    named = [(s.operation, s.axis, s.purpose) for s in found.spans if s.kind == "communication"]
-    assert named == [tuple(call) for call in calls]
-    assert not found.problem
-    other = spans_of(*events, library_calls=calls[:1])
-    assert [(s.operation, s.axis) for s in other.spans if s.kind == "communication"] == [
-        ("all_gather", ""),
-        ("reduce_scatter", ""),
-    ]
-    assert "are unknown" in other.problem
+    with tempfile.TemporaryDirectory() as folder:
+        tracer = Tracer(run, SimpleNamespace(folder=Path(folder)) if rank == 0 else None)
+        with tracer.watch(), parallel.step_context():
+            forward_backward(run, batch, 1.0)
+        forward, backward = read_trace(Path(folder)) if rank == 0 else ({}, {})
+        return {**forward}, {**backward}
 
 
-def test_trace_without_gloo_entry():
-    found = spans_of(STEP, event(GRADIENTS, 200, 210, "user_annotation"), event("c10d::allreduce_", 202, 208))
-    assert times(found.spans, "communication") == []
-    assert "gloo noted other collectives than were called" in found.problem
+def compared(
+    engine: str,
+    layout: Layout,
+    rank: int,
+    model: dict,
+    plant: Callable[[nn.Module], Any] = lambda module: None,
+) -> Difference | None:
+    """The first difference from one device, on the first rank."""
+    single = replace(EXPERIMENT, model=replace(CONFIG, **model))
+    experiment = replace(single, layout=layout)
+    found = traced(engine, experiment, rank, plant)
+    if rank:
+        return None
+    return first_difference(traced("torch-manual", single, 0), found, experiment, dtype="float64")
 
 
-def test_trace_ddp_waits_after_backward():
-    found = spans_of(
-        STEP,
-        event("DistributedDataParallel.forward", 10, 90, "user_annotation"),
-        event(mark("backward", "backward"), 100, 300, "user_annotation"),
-        event("autograd::engine::evaluate_function: AddmmBackward0", 100, 180),
-        event("c10d::allreduce_", 170, 175),
-        event("gloo:all_reduce", 172, 280, "user_annotation"),
-        library_calls=[Call("all_reduce", "dp_replicate", "gradients")],
-    )
-    assert times(found.spans, "backward") == [(100, 180), (280, 300)]
-    assert times(found.spans, "communication") == [(172, 280)]
+@pytest.mark.parametrize(("engine", "layout", "model"), CASES)
+@on_ranks
+def test_every_place_equals_one_device(rank: int, engine: str, layout: Layout, model: dict) -> None:
+    found = compared(engine, layout, rank, model)
+    if found:
+        assert found.place == "", found.sentence()
+        assert found.error < 1e-12
 
 
-def test_trace_message_while_waiting():
-    found = spans_of(
-        STEP,
-        event("c10d::recv_", 10, 12),
-        event("gloo:recv", 11, 90, "user_annotation"),
-        event(mark("forward", "forward 0", microbatch=0), 20, 60, "user_annotation"),
-        event(WAIT, 70, 91, "user_annotation"),
-    )
-    assert times(found.spans, "communication") == [(10, 12), (70, 90)]
-    (task,) = (span for span in found.spans if span.kind == "forward")
-    assert task.microbatch == 0
-    assert {span.axis for span in found.spans if span.kind == "communication"} == {"pp"}
+def double(path: str, *, backward: bool) -> Callable[[nn.Module], None]:
+    """Double the output of a module of the GPT, or its gradient alone."""
+
+    def change(module: nn.Module, inputs: Any, y: torch.Tensor) -> torch.Tensor:
+        if not backward:
+            return 2 * y
+        y = y.view_as(y)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+    def plant(root: nn.Module) -> None:
+        for name, module in root.named_modules():
+            if name.endswith(path):
+                module.register_forward_hook(change)
+
+    return plant
 
 
-def test_trace_kernels_have_launch_phase():
-    found = spans_of(
-        STEP,
-        event(mark("forward", "forward"), 10, 50, "user_annotation"),
-        event(mark("forward", "forward"), 300, 400, "gpu_user_annotation"),
-        event("cudaLaunchKernel", 20, 22, "cuda_runtime", 1),
-        event("cudaLaunchKernel", 24, 26, "cuda_runtime", 2),
-        event(mark("backward", "backward"), 50, 90, "user_annotation"),
-        event("cudaLaunchKernel", 60, 62, "cuda_runtime", 3),
-        event(GRADIENTS, 70, 80, "user_annotation"),
-        event("cuLaunchKernelEx", 72, 74, "cuda_driver", 4),
-        event("sgemm", 300, 340, "kernel", 1),
-        event("gelu", 342, 350, "kernel", 2),  # 2 us later: one span
-        event("sgemm", 360, 500, "kernel", 3),
-        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 380, 520, "kernel", 4),
-        event("unknown", 600, 610, "kernel", 99),
-        on_gpu=True,
-    )
-    assert times(found.spans, "forward") == [(300, 350)]
-    assert times(found.spans, "backward") == [(360, 500)]
-    assert times(found.spans, "communication") == [(380, 520)]
-    (sent,) = (span for span in found.spans if span.kind == "communication")
-    assert (sent.operation, sent.axis, sent.purpose) == ("all_reduce", "dp_replicate", "gradients")
+DDP, TP, PIPELINE = Layout(dp_replicate=4), Layout(tp=4), Layout(pp=2, dp_replicate=2, microbatches=2)
+ALL = [0, 1, 2, 3]
+PLANTED = [
+    (DDP, [1], "1.attn.c_proj", "blocks.1.attention.out", "at row 1 = device 1 of dp_replicate"),
+    (TP, [2], "0.mlp.c_fc", "blocks.0.mlp.up", "at features 24-35 = device 2 of tp"),
+    (TP, [2], "0.ln_2", "blocks.0.norm2", "only on device 2 of tp"),
+    (TP, ALL, "0.ln_2", "blocks.0.norm2", "on all devices of tp"),
+    (RING, [1], "0.attn.core", "blocks.0.attention.core", "at positions 1, 6 = device 1 of cp"),
+    (PIPELINE, ALL, "1.mlp.c_proj", "blocks.1.mlp.down", "on all devices of dp_replicate"),
+]
+"""A layout, the ranks that double the output of a module, the place, and the words for the devices."""
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("layout", "wrong", "path", "place", "where"), PLANTED, ids=range(len(PLANTED)))
+@on_ranks
+def test_planted_mistake_is_named(
+    rank: int, layout: Layout, wrong: list, path: str, place: str, where: str, backward: bool
+) -> None:
+    plant = double(path, backward=backward) if rank in wrong else lambda module: None
+    found = compared("torch-manual", layout, rank, {}, plant)
+    if found:
+        assert found.direction == ("backward" if backward else "forward")
+        assert (found.place, found.where) == (place, where), found.sentence()
+        assert found.ratio == pytest.approx(2.0)
+        assert isinstance(found.before, float)
+        assert found.before < 1e-12
+
+
+@on_ranks
+def test_no_hook_is_left(rank: int) -> None:
+    """The model of a run is as before: the trace removes its hooks, and a run without one has none."""
+    hooks = []
+
+    def plant(module: nn.Module) -> None:
+        hooks.extend((part, len(part._forward_hooks)) for part in module.modules())
+
+    traced("torch-manual", replace(EXPERIMENT, layout=Layout(dp_replicate=4)), rank, plant)
+    assert all(len(part._forward_hooks) == count for part, count in hooks)
+
+
+def test_trace_changes_no_number(tmp_path):
+    """A traced step computes the same bits, and a run without a trace makes no tracer."""
+    data, train = Data(source="synthetic"), replace(EXPERIMENT.train, max_iters=1)
+    experiment = replace(EXPERIMENT, data=data, train=train)
+    how = {"ladder": True, "later_step": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(trace, "Tracer")
+        plain = trained(tmp_path / "plain", experiment, **how)
+    traced_run = trained(tmp_path / "traced", experiment, trace=True, **how)
+    assert [step.loss for step in plain.steps] == [step.loss for step in traced_run.steps]
+    for rung in (Rung.GRADIENTS, Rung.FIRST_WEIGHTS):
+        expected, found = (read_tensors(run.folder, rung) for run in (plain, traced_run))
+        assert all((found[name] == expected[name]).all() for name in expected)
+    assert (tmp_path / "traced" / FORWARD).is_file()
+    assert not (tmp_path / "plain" / FORWARD).exists()

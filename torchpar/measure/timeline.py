@@ -27,7 +27,7 @@ from compare.spec.axes import PP
 from torchpar.comm.collectives import Call, observers
 from torchpar.launch import Rank
 from torchpar.measure.ledger import LedgerSink
-from torchpar.measure.trace import STEP, WAIT, read_trace, span_of
+from torchpar.measure.spans import STEP, WAIT, read_trace, span_of
 from torchpar.measure.watch import around_calls, around_tasks
 from torchpar.run import Run
 

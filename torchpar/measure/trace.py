@@ -1,226 +1,181 @@
-"""The spans of one rank, from the trace that torch.profiler writes.
+"""The trace of a step (`compare.contract.trace`): hooks on the modules, and whole tensors from all ranks.
 
-On a CPU compute is the host's time in a mark without its waits, and a collective is gloo's entry. On a GPU
-both are kernels, which belong to the mark in which they were launched.
+The model and the training step stay as they are. A hook behind a module's forward keeps a copy of the output
+and registers a hook for the output's gradient. A block that backward computes again calls its hooks twice:
+the first call counts. In a pipeline a part belongs to the microbatch of the running task.
+
+After the step the ranks give their parts to rank 0, place by place. Along tp a tensor is either split or
+copied. The gradient of router weights is a sum over tp: each rank has some inner features of every expert.
+
+Backward of torch-manual and torch-library begins on each rank with the mean loss of its own data. The step's
+loss is the mean over these ranks, so gradients are divided by their number, and in float16 by the loss scale.
+torch-compiler begins with the mean loss of all data, and its gradients are not divided.
+
+b rows and t positions of a rank, k experts of a token, E experts.
 """
 
-import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
+import numpy as np
+import torch
+from torch import nn
 
-from compare.contract.timeline import COMPUTE, Span
-from compare.spec.axes import PP
-from torchpar.comm.collectives import Call
-from torchpar.measure.ledger import SILENT, kind_of
+from compare.contract.record import Recorder
+from compare.contract.trace import COPY, LOSS, ROUTER, places, write_trace
+from compare.pipeline.schedules import Kind, Task
+from compare.side.recording import Observer
+from compare.spec.axes import DATA
+from torchpar.comm.collectives import unobserved
+from torchpar.gpt_stages import GPTStages
+from torchpar.measure.parts import join, join_losses, local_array
+from torchpar.measure.watch import around_tasks
+from torchpar.model import GPT
+from torchpar.private import in_backward
+from torchpar.run import Run
 
-STEP, WAIT = "shardpair step", "shardpair wait"
-"""Marks around the step, and around each wait for a collective."""
-WAITS = (WAIT, "_c10d_functional::wait_tensor")
-GLOO, NCCL = "gloo:", "nccl"
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
-APART_US = 5.0
-"""Kernels that are closer are one span: a GPU needs this time between two kernels."""
-PERMUTE = "permute"
-MESSAGES = {"c10d::send": "gloo:send", "c10d::recv_": "gloo:recv"}
-RECEIVES = {"recv", "recvanysource"}
-DDP, AUTOGRAD = "DistributedDataParallel.forward", "autograd::engine::evaluate_function"
-OPERATORS = ("c10d::", "_c10d_functional::")
-
-
-class _Arguments(Struct):
-    correlation: int = -1
-
-
-class Event(Struct):
-    """An entry of a trace; times in microseconds."""
-
-    ph: str = ""
-    cat: str = ""
-    name: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    args: _Arguments = msgspec.field(default_factory=_Arguments)
-    span: Span | None = None
-    """The span, without times, of a mark or of a collective's operator."""
-
-    @property
-    def end(self) -> float:
-        return self.ts + self.dur
-
-    @property
-    def operator(self) -> str:
-        """A collective's name as in `ledger.KINDS`: c10d::allreduce_ -> allreduce; '' for other events."""
-        bare = self.name.split("::")[1].replace("_", "") if self.name.startswith(OPERATORS) else ""
-        return "" if bare in SILENT - RECEIVES else bare
-
-    def timed(self, begin: float, end: float) -> Span:
-        """The span with these times."""
-        assert self.span
-        return replace(self.span, begin_us=begin, duration_us=end - begin)
+MODEL = {"transformer.drop": "embedding", "transformer.ln_f": "norm"}
+BLOCK = {
+    "ln_1": "norm1",
+    "attn.c_attn": "attention.qkv",
+    "attn.core": "attention.core",
+    "attn.c_proj": "attention.out",
+    "ln_2": "norm2",
+}
+DENSE = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+EXPERTS = {"mlp.choice": ROUTER, "mlp.core": "mlp.experts"}
+"""Paths of modules in the model or a block, and the places of their outputs."""
+A_BLOCK = re.compile(r"transformer\.h\.(\d+)")
 
 
-class _Trace(Struct):
-    traceEvents: list[Event]
-    baseTimeNanoseconds: int = 0
+class Output(NamedTuple):
+    """A module's output, and a function that copies it, or its gradient, in the form of the trace."""
+
+    tensor: torch.Tensor
+    copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
 
 
-class RankTrace(NamedTuple):
-    """The spans of one rank, by the clock of the machine, the time of the step, and a problem in words."""
-
-    spans: list[Span]
-    wall_us: float
-    problem: str = ""
+Read = Callable[[Any], Output]
 
 
-def span_of(call: Call, name: str = "") -> Span:
-    """The span of a collective, without times."""
-    kind, axis, purpose = call
-    name = name or (f"{kind} of {purpose}" if purpose else kind)
-    span = Span(kind="communication", name=name, begin_us=0.0, duration_us=0.0)
-    return replace(span, operation=kind, axis=axis, purpose=purpose)
+def first_of(output: Any) -> Output:
+    """A tensor, or the first of several: with experts a block returns the arguments of `Balance`, too."""
+    return Output(output[0] if isinstance(output, tuple) else output)
 
 
-def read_trace(
-    content: bytes, marks: Mapping[str, Span], *, on_gpu: bool, library_calls: Sequence[Call]
-) -> RankTrace:
-    """Read a trace with one marked step, JSON of `profile.export_chrome_trace`.
-
-    `marks` are spans without times, by the names of their ranges. `library_calls` are those of the ledger.
-    """
-    trace = msgspec.json.decode(content, type=_Trace)
-    events = sorted((event for event in trace.traceEvents if event.ph == "X"), key=lambda event: event.ts)
-    for event in events:
-        event.ts += trace.baseTimeNanoseconds / 1e3
-        event.span = marks.get(event.name) if event.cat != "gpu_user_annotation" else None
-    begun = next(place for place, event in enumerate(events) if event.name == STEP)
-    step, events = events[begun], events[begun:]  # before the step the ranks meet
-    calls, problem = find_calls(events, library_calls)
-    tasks = outermost(event for event in events if event.span and event.span.kind in COMPUTE)
-    if on_gpu:
-        return RankTrace(list(_kernels(events, tasks, calls)), step.dur, problem)
-    transfers, unmatched = _transfers(events, calls)
-    spans = list(_host_spans(events, tasks, zip(calls, transfers, strict=True)))
-    return RankTrace(spans, step.dur, " ".join(filter(None, (problem, unmatched))))
+def loss_of(output: Any) -> Output:
+    """The mean loss, (): a model returns it behind the logits, the loss's own module alone."""
+    return Output(output[1] if isinstance(output, tuple) else output)
 
 
-def find_calls(events: Sequence[Event], library_calls: Sequence[Call]) -> tuple[list[Event], str]:
-    """Calls of collectives in order, torchpar's by marks, others by operators; and a problem."""
-    ours = [event for event in events if event.span and event.span.kind == "communication"]
-    operators = [event for event in events if event.operator]
-    others = [event for event in outermost([*ours, *operators]) if not event.span]
-    counted = [event for event in others if event.operator not in RECEIVES]
-    kinds = [kind_of(event.operator) for event in counted]
-    agree = kinds == [call.kind for call in library_calls]
-    named = library_calls if agree else [Call(kind, "", "") for kind in kinds]
-    for event, call in zip(counted, named, strict=True):
-        event.span = span_of(call)
-    for event in others:
-        event.span = event.span or span_of(
-            Call(PERMUTE, PP, ""), "receive"
-        )  # the ledger counts it at its sender
-    problem = "" if agree else "The axes of the library's collectives are unknown."
-    return sorted([*ours, *others], key=lambda event: event.ts), problem
+def router_weights(output: Any) -> Output:
+    """The weights of the chosen experts (b, t, k), to (b, t, E) with 0 for all others."""
+    weights_btk, chosen_btk, probability_E = output
+
+    def copy(x_btk: torch.Tensor) -> torch.Tensor:
+        return x_btk.new_zeros(*x_btk.shape[:-1], len(probability_E)).scatter(-1, chosen_btk, x_btk)
+
+    return Output(weights_btk, copy)
 
 
-def _host_spans(
-    events: Sequence[Event], tasks: Sequence[Event], calls: Iterable[tuple[Event, list[Event]]]
-) -> Iterator[Span]:
-    """The spans of a CPU rank, from the calls and gloo's entries of each call."""
-    waits = [(event.ts, event.end) for event in events if event.name in WAITS]
-    for call, transfers in calls:
-        assert call.span
-        if call.span.operation == PERMUTE:
-            # A message between two stages: its call, and the wait in which gloo finished it.
-            yield call.timed(call.ts, call.end)
-            for transfer in transfers:
-                for begin, end in waits:
-                    if begin <= transfer.end <= end:
-                        yield call.timed(begin, transfer.end)
-        elif transfers:  # a collective of one rank has none
-            end = max(transfer.end for transfer in transfers)
-            yield call.timed(min(transfer.ts for transfer in transfers), end)
-    if any(event.name == DDP for event in events):
-        waits += _ddp_waits(events, tasks)
-    for task in tasks:
-        for begin, end in without((task.ts, task.end), waits):
-            yield task.timed(begin, end)
-
-
-def _ddp_waits(events: Sequence[Event], tasks: Iterable[Event]) -> Iterator[tuple[float, float]]:
-    """DDP's waits for its buckets, in C++ without marks: after autograd's last work in a backward."""
-    for task in tasks:
-        within = [event for event in events if task.ts <= event.ts <= task.end]
-        computed = max((event.end for event in within if event.name.startswith(AUTOGRAD)), default=task.end)
-        reduced = max((event.end for event in within if event.name.startswith(GLOO)), default=computed)
-        if reduced > computed:
-            yield computed, min(reduced, task.end)
-
-
-def _transfers(events: Sequence[Event], calls: Sequence[Event]) -> tuple[list[list[Event]], str]:
-    """gloo's entries by call, in the order of PyTorch's operators; and a problem."""
-    transfers: list[list[Event]] = [[] for _ in calls]
-    called = [event for event in events if event.name.startswith("c10d::") and event.operator]
-    done, problem = [event for event in events if event.name.startswith(GLOO)], ""
-    for operator, title in (*MESSAGES.items(), ("", "")):  # gloo runs messages apart from other collectives
-        of_kind = [e for e in called if (e.name == operator if operator else e.name not in MESSAGES)]
-        begun = [e for e in done if (e.name == title if title else e.name not in MESSAGES.values())]
-        if len(of_kind) != len(begun):
-            problem = "gloo noted other collectives than were called: their times may be mixed up."
-        for event, transfer in zip(of_kind, begun, strict=False):
-            if (place := _place(calls, event.ts)) >= 0:
-                transfers[place].append(transfer)
-    return transfers, problem
-
-
-def _kernels(events: Sequence[Event], tasks: Sequence[Event], calls: Sequence[Event]) -> Iterator[Span]:
-    """The spans of a GPU. Kernels that follow each other closely are one span."""
-    launches = {event.args.correlation: event.ts for event in events if event.cat in LAUNCHES}
-    open_spans: dict[Span, tuple[Event, float, float]] = {}
-    for event in events:
-        if event.cat not in GPU_WORK or (launched := launches.get(event.args.correlation)) is None:
+def traced_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, Read]]:
+    """The places of a rank: name, module, and how to read the module's output."""
+    for model in root.modules():
+        if not isinstance(model, GPT | GPTStages):
             continue
-        among = calls if event.name.startswith(NCCL) else tasks
-        if (place := _place(among, launched)) < 0:
-            continue
-        mark = among[place]
-        assert mark.span
-        _, begin, end = open_spans.get(mark.span, (mark, event.ts, event.ts))
-        if event.ts - end > APART_US:
-            yield mark.timed(begin, end)
-            begin = event.ts
-        open_spans[mark.span] = (mark, begin, max(end, event.end))
-    yield from (mark.timed(begin, end) for mark, begin, end in open_spans.values())
+        modules = dict(model.named_modules())
+        yield from ((place, modules[path], first_of) for path, place in MODEL.items() if path in modules)
+        for path, block in modules.items():
+            if not (match := A_BLOCK.fullmatch(path)):
+                continue
+            name, second = f"blocks.{match[1]}", EXPERTS if f"{path}.mlp.choice" in modules else DENSE
+            for below, place in {**BLOCK, **second}.items():
+                read = router_weights if place == ROUTER else first_of
+                yield f"{name}.{place}", modules[f"{path}.{below}"], read
+            yield f"{name}.residual", block, first_of
+        if isinstance(model, GPT) or model.lm_head is not None:
+            yield LOSS, model if isinstance(model, GPT) else model.loss, loss_of
 
 
-def outermost(ranges: Iterable[Event]) -> list[Event]:
-    """The ranges that are inside of no other, in order."""
-    outer: list[Event] = []
-    for event in sorted(ranges, key=lambda event: (event.ts, -event.end)):
-        if not outer or event.ts >= outer[-1].end:
-            outer.append(event)
-    return outer
+class Tracer(Observer):
+    """Traces the first step. All ranks take part; rank 0 has the recorder, and writes the files."""
 
+    def __init__(self, run: Run, recorder: Recorder | None):
+        self._run, self._recorder, self.watched = run, recorder, run.request.first_step
+        self._outputs: dict[str, dict[int, torch.Tensor]] = {}  # by place, and number of pass or microbatch
+        self._gradients: dict[str, dict[int, torch.Tensor]] = {}
+        self._microbatch: int | None = None
 
-def without(
-    interval: tuple[float, float], holes: Iterable[tuple[float, float]]
-) -> Iterator[tuple[float, float]]:
-    """The rest of an interval outside of the holes."""
-    begin, end = interval
-    for hole_begin, hole_end in sorted(holes):
-        if hole_end > begin and hole_begin < end:
-            if hole_begin > begin:
-                yield begin, hole_begin
-            begin = hole_end
-    if begin < end:
-        yield begin, end
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """Hook the modules during the step, and write the trace after it."""
+        engine, state = self._run.engine, self._run.state
+        ranks = 1 if engine.loss_is_global else self._run.mesh.joined(*DATA).size
+        scale = state.loss_scale.scale / ranks if state.loss_scale else 1.0
+        with ExitStack() as stack:
+            if engine.run_pipeline:
+                stack.enter_context(around_tasks(self._around_task))
+            for place, module, read in traced_modules(engine.module):
+                hook = module.register_forward_hook(partial(self._after_forward, place, read))
+                stack.callback(hook.remove)
+            yield
+        with unobserved(), torch.no_grad():
+            outputs = dict(self._whole_tensors(self._outputs))
+            gradients = dict(self._whole_tensors(self._gradients, scale=scale, ranks=ranks))
+        if self._recorder:
+            write_trace(self._recorder.folder, self._run.experiment, outputs, gradients)
 
+    @contextmanager
+    def _around_task(self, task: Task) -> Generator[None]:
+        """Remember the microbatch of the last forward: its loss may be computed after the task."""
+        if task.kind is Kind.FORWARD:
+            self._microbatch = task.microbatch
+        yield
 
-def _place(ranges: Sequence[Event], time: float) -> int:
-    """The index of the range that contains a time, among disjoint ranges; -1 for none."""
-    place = bisect.bisect_right(ranges, time, key=lambda event: event.ts) - 1
-    return place if place >= 0 and time <= ranges[place].end else -1
+    def _after_forward(self, place: str, read: Read, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        tensor, copy = read(output)
+        kept = copy(tensor.detach())  # in a recomputation, too: PyTorch compares its operators
+        outputs = self._outputs.setdefault(place, {})
+        number = self._microbatch if self._run.engine.run_pipeline else len(outputs)
+        if in_backward() or number is None or number in outputs:
+            return  # a recomputation, or a stage that infers the shapes of its messages
+        outputs[number] = kept
+
+        def keep_gradient(gradient: torch.Tensor) -> None:
+            gradients = self._gradients.setdefault(place, {})
+            if number not in gradients:
+                gradients[number] = copy(gradient.detach())
+
+        tensor.register_hook(keep_gradient)
+
+    def _whole_tensors(
+        self, tensors: dict[str, dict[int, torch.Tensor]], *, scale: float = 1.0, ranks: int = 1
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors by place, on rank 0; gradients of the mean over `ranks` losses that were multiplied by
+        `scale`. Raises RuntimeError: no rank has a place, or the parts leave a gap."""
+        experiment, world = self._run.experiment, self._run.mesh.world
+        at = [experiment.layout.coordinates(rank) for rank in range(world.size)]
+        is_gradient = tensors is self._gradients
+        for place in places(experiment):
+            mine = tensors.pop(place.name, None)
+            part = local_array(mine, place, experiment.train.gradient_accumulation_steps) if mine else None
+            everywhere = enumerate(world.all_gather_objects(part))
+            if world.rank:
+                continue
+            parts = {rank: found / scale for rank, found in everywhere if found is not None}
+            if place.name == LOSS:
+                by_device = join_losses(parts, at, summed=is_gradient)
+            else:
+                parts = {rank: found / ranks for rank, found in parts.items()}
+                summed = is_gradient and place.name.endswith(ROUTER)
+                by_device = join(parts, place, at, experiment.layout, summed=summed)
+            for device, tensor in by_device.items():
+                if not device:
+                    yield place.name, tensor
+                elif not np.array_equal(tensor, by_device[0], equal_nan=True):
+                    yield f"{place.name}{COPY}{device}", tensor
