@@ -197,5 +197,6 @@ def _devices(axis: str, devices: Sequence[int]) -> str:
 def _ratio_in_words(ratio: float) -> str:
     if abs(ratio) < 1e-9:
         return "zero"
-    text = f"{ratio:.2f}" if abs(ratio - round(ratio, 2)) < 1e-6 else f"{ratio:.6g}"
+    short = round(ratio, 2)
+    text = f"{ratio:.2f}" if abs(ratio - short) < 1e-4 and short != 1.0 else f"{ratio:.6g}"
     return f"{text} times the reference"
