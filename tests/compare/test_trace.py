@@ -165,6 +165,19 @@ def test_a_copy_of_tp_differs():
     assert difference(experiment, "forward", **both).where == "on all devices of tp"
 
 
+def test_constant_factor_in_16_bits():
+    """Rounding is allowed beside the factor; an error of the size of the limit has none."""
+    experiment = experiment_of(Layout())
+    forward, backward = trace_of(experiment)
+    noise = 1e-3 * np.random.default_rng(1).normal(size=forward["norm"].shape)
+    for changed, ratio in ((2.83 * forward["norm"] + noise, 2.83), (forward["norm"] + 1e2 * noise, UNSET)):
+        found = first_difference(
+            (forward, backward), ({**forward, "norm": changed}, backward), experiment, dtype="bfloat16"
+        )
+        assert found.place == "norm"
+        assert found.ratio == (ratio if ratio is UNSET else pytest.approx(ratio, abs=1e-3))
+
+
 def test_limit_of_the_dtype():
     experiment = experiment_of(Layout())
     forward, backward = trace_of(experiment)
