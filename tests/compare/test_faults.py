@@ -3,12 +3,15 @@
 `shardpair faults` plants each in all engines.
 """
 
+import re
+
 import pytest
 
 from compare.cli import main
 from compare.commands.faults import FAULTS, Faults, fault_cases, rows_of
 from compare.judge.outcome import Case, read_outcome
-from compare.judge.verdict import RungResult, Verdict
+from compare.judge.verdict import TRACED, RungResult, Verdict
+from compare.setup.planted import ROOT
 from compare.spec.engines.registry import JAX, STUDIED
 from compare.spec.experiment import ExperimentError
 from tests.support.grid import TEXT
@@ -47,6 +50,15 @@ def test_fault_is_caught(grid, request, engine, name):
     assert case not in outcome.failures, outcome.failures[case]
     (row,) = (row for row in rows_of(outcome) if row.verdict.candidate == case)
     assert row.is_right, row.verdict.sentence()
+
+
+def test_page_has_the_place_of_each_traced_fault():
+    """A trace explains faults of the first forward or backward."""
+    page = (ROOT / "docs" / "proof.md").read_text()
+    table = page.partition("| fault | place |")[2].partition("\n\n")[0]
+    named = {name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    traced = {name for name, fault in FAULTS.items() if fault.rung in TRACED}
+    assert named == {name for name in traced if FAULTS[name].is_planted_in("torch-manual")}
 
 
 def test_fault_without_an_engine_is_an_error(tiny):
