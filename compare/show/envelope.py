@@ -10,6 +10,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from compare.judge.outcome import Outcome
+from compare.judge.trace import Difference
 from compare.judge.verdict import Verdict
 
 VERSION = 1
@@ -40,6 +41,8 @@ class CaseState(Struct, frozen=True, kw_only=True):
     against: str = ""
     """The reference."""
     rungs: dict[str, RungState] = {}
+    trace: Difference | None = None
+    """First place where the first step differs (`compare.judge.trace`); null without a trace."""
     figures: dict[str, Any] = {}
     """Values that the study kept of the last round, such as `final_loss`."""
 
@@ -107,5 +110,6 @@ def state_of(verdict: Verdict, *, engine: str, figures: Mapping[str, Any] = {}) 
             one.rung: RungState(passed=one.passed, error=one.error, tolerance=one.tolerance, worst=one.worst)
             for one in verdict.rungs
         },
+        trace=verdict.trace or None,
         figures=dict(figures),
     )

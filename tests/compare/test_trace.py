@@ -166,7 +166,7 @@ def test_a_copy_of_tp_differs():
 
 
 def test_constant_factor_in_16_bits():
-    """Rounding is allowed beside the factor; an error of the size of the limit has none."""
+    """Rounding is allowed with the factor; an error of the size of the limit has none."""
     experiment = experiment_of(Layout())
     forward, backward = trace_of(experiment)
     noise = 1e-3 * np.random.default_rng(1).normal(size=forward["norm"].shape)
@@ -187,7 +187,7 @@ def test_limit_of_the_dtype():
         assert found.place == place
 
 
-def test_rounding_beside_large_gradients_is_no_difference():
+def test_rounding_near_large_gradients_is_no_difference():
     """A gradient that is zero in exact arithmetic is rounding."""
     experiment = experiment_of(Layout())
     forward, backward = trace_of(experiment)
