@@ -65,7 +65,8 @@ def with_traces(
             was_stopped = isinstance(error, EngineError) and error.exit_code == STOPPED
             return verdict if was_stopped else replace(verdict, untraced=str(error))
         compiled = candidate.experiment.layout.compile
-        if compiled not in ("auto", "none"):
+        on_gpu = candidate.request.platform == "gpu" and candidate.engine == "torch-compiler"
+        if compiled != "none" and (compiled != "auto" or on_gpu):
             difference = replace(difference, without=f"layout.compile = {compiled}")
         return replace(verdict, trace=difference)
 

@@ -304,6 +304,13 @@ def test_passing_case_is_traced_if_asked(traced_engines, capsys):
     assert ERROR_OF_TRACE in " ".join(capsys.readouterr().out.split())
 
 
+def test_trace_without_compilation(traced_engines, capsys):
+    traced_engines.wrong = True
+    assert main([*CHECK, "--engines", "torch-manual", "--layout.compile", "block"]) == 1
+    assert [request.experiment.layout.compile for request in traced_engines.requests][-1] == "none"
+    assert read_outcome(Path("c")).verdicts[0].sentence().endswith("(traced without layout.compile = block)")
+
+
 def test_passing_case_is_not_traced(traced_engines, capsys):
     assert main([*CHECK, "--engines", "torch-manual"]) == 0
     assert traced_engines.started == CASES
