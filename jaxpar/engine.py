@@ -109,7 +109,7 @@ class Engine:
 
 def batch_specs(experiment: Experiment) -> dict[str, P]:
     """PartitionSpecs of a step's arrays (A, B, ...). The axes of rows split B, the axes of positions T."""
-    rows, sequence = _present(ROWS, experiment), _present(SEQUENCE, experiment)
+    rows, sequence = present(ROWS, experiment), present(SEQUENCE, experiment)
     return {name: P(None, rows, None if name == "keys" else sequence) for name in shapes_of_step(experiment)}
 
 
@@ -119,10 +119,10 @@ def metrics_specs(experiment: Experiment) -> dict[str, P]:
     if not experiment.model.n_experts:
         return specs
     sequence = (*SEQUENCE, TP) if experiment.layout.sequence_parallel else SEQUENCE
-    expert_ids = P(None, None, _present(ROWS, experiment), _present(sequence, experiment))
+    expert_ids = P(None, None, present(ROWS, experiment), present(sequence, experiment))
     return specs | {"expert_ids": expert_ids, "tokens_per_expert": P()}
 
 
-def _present(axes: Sequence[str], experiment: Experiment) -> tuple[str, ...] | None:
+def present(axes: Sequence[str], experiment: Experiment) -> tuple[str, ...] | None:
     """One dim of a PartitionSpec: the axes that have several devices."""
     return tuple(axis for axis in axes if experiment.layout.axes[axis] > 1) or None

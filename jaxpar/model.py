@@ -196,6 +196,10 @@ Loss = Callable[[Any, Any], tuple[jax.Array, Routing]]
 The batch has "inputs" and "targets" (B, T), and with dropout "keys" (B, 2)."""
 
 
+LossOf = Callable[[Experiment, Hooks], Loss]
+"""The function that makes the loss of an engine: `loss_function`, or `traced_loss` of a trace."""
+
+
 class PipelineParts(NamedTuple):
     """The model, cut where a pipeline cuts it. Each function takes all parameters and uses some of them."""
 
@@ -207,12 +211,17 @@ class PipelineParts(NamedTuple):
     """loss(params, x, batch) -> the mean loss, from x (B, T, C) after the last block."""
 
 
-def loss_function(experiment: Experiment, hooks: Hooks) -> Loss:
-    """The loss of the model with these hooks. With experts it includes the load-balance loss."""
+def loss_function(
+    experiment: Experiment, hooks: Hooks, watch: Callable[[GPT], GPT] = lambda model: model
+) -> Loss:
+    """The loss of the model with these hooks. With experts it includes the load-balance loss.
+
+    `watch` may change each model that is made from parameters.
+    """
     merge = partial(nnx.merge, _structure(experiment, hooks))
 
     def loss(params: Any, batch: Any) -> tuple[jax.Array, Routing]:
-        model, keys_B2 = merge(params), batch.get("keys")
+        model, keys_B2 = watch(merge(params)), batch.get("keys")
         x_BTC, routing = model.layers(model.embed(batch["inputs"], keys_B2), keys_B2)
         value = model.head_loss(x_BTC, batch["targets"])
         if routing is None:

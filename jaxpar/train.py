@@ -1,6 +1,5 @@
 """Training: set up a run, and loop. All engines of jaxpar share it."""
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,9 @@ from jaxpar import compiler, explicit, manual, weights
 from jaxpar.comm.hosts import barrier, put_sharded
 from jaxpar.comm.mesh import make_mesh
 from jaxpar.engine import Engine
+from jaxpar.measure.trace import trace_step
 from jaxpar.measure.work import work_of
+from jaxpar.model import LossOf, loss_function
 from jaxpar.optimizer import make_optimizer
 from jaxpar.peers import plain_jit
 from jaxpar.programs import TrainState, compile_program, device_scalars, trace_ladder, trace_loss, trace_train
@@ -60,7 +61,7 @@ def train(request: Request, folder: Path, *, at: Callable[[int, str], None] = la
     at(state.step, "compute")
     recording.begin(state)
     if request.trace:
-        trace = importlib.import_module("jaxpar.measure.trace").trace_step(run)
+        trace = trace_step(run, make_engine)
         if jax.process_index() == 0:
             write_trace(folder, run.experiment, *trace)
     while state.step < last:
@@ -134,10 +135,11 @@ def set_up(request: Request) -> Run:
     return run
 
 
-def make_engine(name: str, experiment: Experiment, mesh: Mesh) -> Engine:
+def make_engine(name: str, experiment: Experiment, mesh: Mesh, loss_of: LossOf = loss_function) -> Engine:
     """The engine of this name for an experiment. The mesh has the axes of the layout."""
     decay = weights.decay_mask(experiment.model, experiment.optimizer.decay)
-    engine = ENGINES[name](experiment, mesh, make_optimizer(experiment.optimizer, decay=decay))
+    optimizer = make_optimizer(experiment.optimizer, decay=decay)
+    engine = ENGINES[name](experiment, mesh, optimizer, loss_of)
     return replace(engine, compiler_options=engine.compiler_options | xla_options(experiment.layout))
 
 

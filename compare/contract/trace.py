@@ -164,8 +164,11 @@ def why_no_trace(request: Request) -> str:
     engine = ENGINES[request.engine]
     if engine.is_peer:
         return f"{engine.name} is a peer: its program has no places that correspond"
-    if engine.side == "jaxpar":
-        return f"{engine.name} cannot trace yet"
+    if engine.side == "jaxpar" and (stages := request.experiment.layout.pp) > 1:
+        return (
+            f"{engine.name} with layout.pp = {stages}: the program of a tick has no places: trace an "
+            "engine of torchpar, or a layout without pp"
+        )
     if (size := trace_bytes(request.experiment)) > MOST_BYTES:
         return (
             f"a trace would have {size / 1e9:.1f} GB, and the most is {MOST_BYTES / 1e9:.1f} GB: lower "

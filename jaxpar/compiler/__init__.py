@@ -25,7 +25,7 @@ from jaxpar.compiler import (
 )
 from jaxpar.engine import Engine
 from jaxpar.hooks import Hooks, identity
-from jaxpar.model import Loss, loss_function, pipeline_parts
+from jaxpar.model import Loss, LossOf, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer, global_norm
 from jaxpar.placement import place_parameters, specs, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
@@ -34,7 +34,9 @@ from jaxpar.tick_loop import to_microbatches
 from jaxpar.weights import STACKED
 
 
-def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
+def make_engine(
+    experiment: Experiment, mesh: Mesh, optimizer: Optimizer, loss_of: LossOf = loss_function
+) -> Engine:
     """jax-compiler, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
     shard = partial(fully_sharded.shard_parameters, placements=placements)
@@ -45,7 +47,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     # ranks exchange tokens, which separate replica rows would prevent.
     axes = tuple(axis for axis in ROWS if axis != EP) if layout.zero < 2 else (data_parallel.AXIS,)
     deferred = data_parallel.deferred_replicas(experiment, axes)
-    loss = _loss(experiment, placements, mapped=axes if deferred > 1 else ())
+    loss = _loss(experiment, placements, loss_of, mapped=axes if deferred > 1 else ())
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
         def accumulate(params: Any, batch: Any) -> Any:
@@ -72,7 +74,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any, *, mapped: tuple[str, ...]) -> Loss:
+def _loss(experiment: Experiment, placements: Any, loss_of: LossOf, *, mapped: tuple[str, ...]) -> Loss:
     """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it.
 
     `mapped` are the axes of the `vmap` over replicas that calls it.
@@ -92,7 +94,7 @@ def _loss(experiment: Experiment, placements: Any, *, mapped: tuple[str, ...]) -
             pipeline_parts(experiment, hooks), hooks, stages=layout.pp, chunks=layout.chunks
         )
     else:
-        loss = loss_function(experiment, hooks)
+        loss = loss_of(experiment, hooks)
     if layout.zero == 3:
         return fully_sharded.gather_first(
             loss, placements, layers_too=not gathers_in_layers(experiment.layout)

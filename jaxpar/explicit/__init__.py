@@ -23,7 +23,7 @@ from jaxpar.explicit import (
 )
 from jaxpar.explicit.sharding_types import per_device
 from jaxpar.hooks import Hooks
-from jaxpar.model import Loss, loss_function, pipeline_parts
+from jaxpar.model import Loss, LossOf, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer, global_norm
 from jaxpar.placement import place_parameters, unpad
 from jaxpar.remat import gathers_in_layers, remat_of
@@ -31,7 +31,9 @@ from jaxpar.tick_loop import to_microbatches
 from jaxpar.weights import STACKED, without_layers
 
 
-def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
+def make_engine(
+    experiment: Experiment, mesh: Mesh, optimizer: Optimizer, loss_of: LossOf = loss_function
+) -> Engine:
     """jax-explicit, for an experiment and a mesh with the axes of the layout, which it makes explicit.
 
     When a program is traced, JAX raises a ShardingTypeError for an operation whose types do not determine
@@ -39,7 +41,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     """
     layout, placements = experiment.layout, place_parameters(experiment)
     mesh = mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
-    loss = _loss(experiment, placements)
+    loss = _loss(experiment, placements, loss_of)
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> tuple[Any, Any]:
@@ -63,7 +65,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
     )
 
 
-def _loss(experiment: Experiment, placements: Any) -> Loss:
+def _loss(experiment: Experiment, placements: Any, loss_of: LossOf) -> Loss:
     """The loss of stored parameters: tp and cp split the model, dp_shard gathers it, pp stages it."""
     layout, in_layers = experiment.layout, gathers_in_layers(experiment.layout)
     hooks = Hooks(
@@ -83,7 +85,7 @@ def _loss(experiment: Experiment, placements: Any) -> Loss:
             pipeline_parts(experiment, hooks), hooks, stages=layout.pp, chunks=layout.chunks
         )
     else:
-        loss = loss_function(experiment, hooks)
+        loss = loss_of(experiment, hooks)
     before_layers = without_layers(placements) if in_layers else placements
     if layout.zero == 3:
         return fully_sharded.gather_first(loss, before_layers)

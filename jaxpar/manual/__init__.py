@@ -30,7 +30,7 @@ from jaxpar.manual import (
     tensor_parallel,
 )
 from jaxpar.mlp import Routing
-from jaxpar.model import loss_function, pipeline_parts
+from jaxpar.model import Loss, LossOf, loss_function, pipeline_parts
 from jaxpar.optimizer import Optimizer
 from jaxpar.placement import place_parameters
 from jaxpar.remat import gathers_in_layers, remat_of
@@ -48,7 +48,9 @@ STRATEGIES = (
 """Strategies of the axes, in the order in which they change the model and the gradients."""
 
 
-def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Engine:
+def make_engine(
+    experiment: Experiment, mesh: Mesh, optimizer: Optimizer, loss_of: LossOf = loss_function
+) -> Engine:
     """jax-manual, for an experiment and a mesh with the axes of the layout."""
     layout, placements = experiment.layout, place_parameters(experiment)
     passes, ticks = experiment.train.gradient_accumulation_steps, None
@@ -63,7 +65,7 @@ def make_engine(experiment: Experiment, mesh: Mesh, optimizer: Optimizer) -> Eng
         ticks = lock_step(schedule, keeps=remat_of(layout) != "full")
         local_gradients = _gradients_by_pipeline(experiment, placements, hooks, ticks)
     else:
-        local_gradients = _gradients_by_accumulation(experiment, placements, hooks)
+        local_gradients = _gradients_by_accumulation(experiment, placements, loss_of(experiment, hooks))
 
     def gradients(params: Any, batch: Any, scale: jax.Array | None) -> Any:
         for axis in axes:
@@ -117,9 +119,9 @@ def global_norm(gradients: Any, placements: Any) -> jax.Array:
     return jnp.sqrt(jnp.stack(totals).sum())
 
 
-def _gradients_by_accumulation(experiment: Experiment, placements: Any, hooks: Hooks) -> Gradients:
+def _gradients_by_accumulation(experiment: Experiment, placements: Any, loss: Loss) -> Gradients:
     """Gradients of one device without a pipeline: all blocks, one microbatch after the other."""
-    zero, loss = experiment.layout.zero, loss_function(experiment, hooks)
+    zero = experiment.layout.zero
     scatter = partial(fully_sharded.scatter_gradients, placements=placements)
     if zero == 3:
         loss = fully_sharded.gather_first(loss, without_layers(placements))

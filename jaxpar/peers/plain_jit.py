@@ -15,7 +15,7 @@ from compare.spec.experiment import Experiment
 from jaxpar.attention import attention_core
 from jaxpar.engine import Engine
 from jaxpar.hooks import Hooks
-from jaxpar.model import loss_function
+from jaxpar.model import LossOf, loss_function
 from jaxpar.optimizer import Optimizer, clip_gradients, global_norm
 from jaxpar.placement import place_parameters
 from jaxpar.remat import remat_of
@@ -55,12 +55,12 @@ def moments(opt_state: Any) -> dict[str, Any]:
     return {name: tree for name, tree in trees if tree is not None}
 
 
-def make_engine(experiment: Experiment, mesh: Mesh, _: Optimizer) -> Engine:
+def make_engine(experiment: Experiment, mesh: Mesh, _: Optimizer, loss_of: LossOf = loss_function) -> Engine:
     """plain-jit, for an experiment and a mesh of one device. optax updates the parameters."""
     decay = decay_mask(experiment.model, experiment.optimizer.decay)
     rule, loss = (
         make_optimizer(experiment.optimizer, decay=decay),
-        loss_function(
+        loss_of(
             experiment,
             Hooks(remat=remat_of(experiment.layout), core=attention_core(experiment)),
         ),

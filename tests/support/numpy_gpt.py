@@ -8,16 +8,28 @@ from scipy.special import erf
 from compare.spec.experiment import Model
 
 
-def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, targets: np.ndarray) -> float:
+def numpy_loss(
+    model: Model,
+    w: Mapping[str, np.ndarray],
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    seen: dict[str, np.ndarray] | None = None,
+) -> float:
     """Mean cross-entropy of tokens (B, T), with every option of the model. With experts their load-balance
-    loss is added: each expert computes every token, and weighs 0 where it is not chosen."""
+    loss is added: each expert computes every token, and weighs 0 where it is not chosen. `seen` gets the
+    outputs (B, T, ..) of the places of a trace (`compare.contract.trace`)."""
     group = model.n_head // (model.n_kv_head or model.n_head)
+
+    def see(name: str, x: np.ndarray) -> np.ndarray:
+        if seen is not None:
+            seen[name] = x
+        return x
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         if model.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_eps)
-        return x * w[f"{name}.scale"] + w.get(f"{name}.bias", 0)
+        return see(name, x * w[f"{name}.scale"] + w.get(f"{name}.bias", 0))
 
     def activation(x: np.ndarray) -> np.ndarray:
         if model.activation == "relu_squared":
@@ -42,10 +54,12 @@ def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, ta
         logits, k = x @ router, model.experts_per_token
         place = np.argsort(np.argsort(-logits, -1, kind="stable"), -1)  # of equal logits the first is first
         is_chosen = place < k
-        weights = softmax(np.where(is_chosen, logits, -np.inf))
+        weights = see(f"{at}.mlp.router", softmax(np.where(is_chosen, logits, -np.inf)))
         outputs = [activation(x @ up[e]) @ down[e] * weights[..., e, None] for e in range(model.n_experts)]
         shares, probabilities = is_chosen.mean((0, 1)) / k, softmax(logits).mean((0, 1))
-        return sum(outputs), model.balance * model.n_experts * float(shares @ probabilities)
+        return see(f"{at}.mlp.experts", sum(outputs)), model.balance * model.n_experts * float(
+            shares @ probabilities
+        )
 
     def turn(x: np.ndarray) -> np.ndarray:
         """RoPE of (.., t, d), in complex numbers."""
@@ -60,23 +74,27 @@ def numpy_loss(model: Model, w: Mapping[str, np.ndarray], inputs: np.ndarray, ta
     x = w["embedding.token"][inputs]
     if model.position == "learned":
         x = x + w["embedding.position"][:length]
+    see("embedding", x)
     for at in (f"blocks.{layer}" for layer in range(model.n_layer)):
-        qkv = np.einsum("btc,cihd->ibhtd", norm(x, f"{at}.norm1"), as_three(w[f"{at}.attention.qkv.weight"]))
-        if model.bias:
-            qkv = qkv + as_three(w[f"{at}.attention.qkv.bias"])[:, None, :, None]
+        qkv = np.einsum("btc,c...->bt...", norm(x, f"{at}.norm1"), w[f"{at}.attention.qkv.weight"])
+        qkv = see(f"{at}.attention.qkv", qkv + w.get(f"{at}.attention.qkv.bias", 0))
+        qkv = as_three(qkv).transpose(2, 0, 3, 1, 4)
         scores = np.einsum("bhtd,bhsd->bhts", turn(qkv[0]), turn(qkv[1])) / np.sqrt(
             model.n_embd // model.n_head
         )
         scores = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
         mixed = np.einsum("bhts,bhsd->bthd", scores / scores.sum(-1, keepdims=True), qkv[2])
-        x = x + np.einsum("bthd,hdc->btc", mixed, w[f"{at}.attention.out.weight"])
-        x = x + w.get(f"{at}.attention.out.bias", 0)
+        see(f"{at}.attention.core", mixed)
+        out = np.einsum("bthd,hdc->btc", mixed, w[f"{at}.attention.out.weight"])
+        x = x + see(f"{at}.attention.out", out + w.get(f"{at}.attention.out.bias", 0))
         if model.n_experts:
             added, of_layer = experts(norm(x, f"{at}.norm2"), at)
-            x, balance = x + added, balance + of_layer
+            x, balance = see(f"{at}.residual", x + added), balance + of_layer
             continue
         up = norm(x, f"{at}.norm2") @ w[f"{at}.mlp.up.weight"] + w.get(f"{at}.mlp.up.bias", 0)
-        x = x + activation(up) @ w[f"{at}.mlp.down.weight"] + w.get(f"{at}.mlp.down.bias", 0)
+        down = activation(see(f"{at}.mlp.up", up)) @ w[f"{at}.mlp.down.weight"]
+        x = x + see(f"{at}.mlp.down", down + w.get(f"{at}.mlp.down.bias", 0))
+        see(f"{at}.residual", x)
     logits = norm(x, "norm") @ w["embedding.token"].T
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return balance - float(np.take_along_axis(log_probabilities, targets[..., None], -1).mean())

@@ -1,0 +1,195 @@
+"""Trace of a step: NumPy's outputs, gradients of biases, layouts against one device, planted mistakes."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from msgspec.structs import replace
+
+from compare.contract.request import Request
+from compare.contract.trace import LOSS, places
+from compare.contract.work import ObservedWork
+from compare.numerics.data import open_corpus
+from compare.numerics.parameters import initial_parameters
+from compare.numerics.stream import arrays_of_step
+from compare.spec.experiment import Experiment, Layout
+from jaxpar.hooks import Hooks
+from jaxpar.measure.trace import trace_step
+from jaxpar.programs import trace_train
+from jaxpar.run import Run
+from jaxpar.train import make_engine
+from tests.support.jax_steps import MODEL, engine_and_state, experiment_of, two_steps
+from tests.support.numpy_gpt import numpy_loss
+
+ENGINES = ("jax-compiler", "jax-explicit", "jax-manual")
+SMALL = replace(MODEL, n_layer=2, n_head=4, block_size=8, vocab_size=11)
+"""tp divides heads, and not the vocabulary."""
+GROUPED = replace(SMALL, n_kv_head=2, position="rope", norm="rmsnorm")
+DROPPED = replace(GROUPED, dropout=0.2)
+EXPERTS = replace(SMALL, n_experts=4, experts_per_token=2, balance=0.1)
+Trace = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
+
+
+def run_of(name: str, layout: Layout, model: Any = SMALL) -> Run:
+    """A run before its first step, whose training step is not compiled."""
+    experiment = experiment_of(layout, model=model)
+    engine, state = engine_and_state(name, experiment)
+    return Run(
+        request=Request(engine=name, experiment=experiment),
+        corpus=open_corpus(experiment),
+        engine=engine,
+        state=state,
+        work=ObservedWork(products={}, forward={}, again={}, logits_positions=[]),
+        train_program=None,  # ty: ignore[invalid-argument-type]
+        loss_program=None,
+        compile_s=0.0,
+        initial_weights_sha256="",
+    )
+
+
+@cache
+def one_device(model: Any) -> Trace:
+    return trace_step(run_of("jax-compiler", Layout(), model), make_engine)
+
+
+def first_wrong(trace: Trace, right: Trace, experiment: Experiment) -> tuple[str, str]:
+    """The first place of forward that differs, and the first that backward reaches."""
+    forward = [place.name for place in places(experiment)]
+
+    def first(names: list[str], found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> str:
+        for name in names:
+            largest = np.abs(expected[name]).max()
+            if np.abs(found[name] - expected[name]).max() > 1e-12 * largest:
+                return name
+        return ""
+
+    return first(forward, trace[0], right[0]), first(forward[::-1], trace[1], right[1])
+
+
+LAYOUTS = {
+    "ddp": (Layout(dp_replicate=2), SMALL),
+    "fsdp_tp_sp": (Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True), SMALL),
+    "ring": (Layout(dp_replicate=2, cp=2, context="ring", zigzag=True), GROUPED),
+    "allgather_tp": (Layout(cp=2, zigzag=True, tp=2, sequence_parallel=True), DROPPED),
+    "ulysses": (Layout(dp_shard=2, zero=2, cp=2, context="ulysses"), DROPPED),
+    "ep": (Layout(dp_shard=4, ep=2, zero=3), EXPERTS),
+}
+CASES = [(name, layout) for layout in LAYOUTS for name in ENGINES if layout != "ring" or name == "jax-manual"]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_layout_has_the_trace_of_one_device(name, layout):
+    run = run_of(name, *LAYOUTS[layout])
+    trace, right = trace_step(run, make_engine), one_device(run.experiment.model)
+    shapes = {place.name: place.shape for place in places(run.experiment)}
+    for found in trace:
+        assert {place: x.shape for place, x in found.items()} == shapes
+    assert first_wrong(trace, right, run.experiment) == ("", "")
+
+
+def test_outputs_equal_numpy():
+    """Each place has the output that NumPy computes, with experts, too."""
+    for model in (SMALL, EXPERTS, GROUPED):
+        run = run_of("jax-compiler", Layout(), model)
+        forward, weights = one_device(model)[0], initial_parameters(run.experiment)
+        arrays = arrays_of_step(run.corpus, run.experiment, 0)
+        for number, (inputs, targets) in enumerate(zip(arrays["inputs"], arrays["targets"], strict=True)):
+            seen: dict[str, np.ndarray] = {}
+            seen[LOSS] = np.array(numpy_loss(model, weights, inputs, targets, seen))
+            assert set(seen) == set(forward)
+            for name, x in seen.items():
+                np.testing.assert_allclose(forward[name][number], x, rtol=0, atol=1e-12 * np.abs(x).max())
+
+
+def test_gradients_are_those_of_biases():
+    """The gradient of a bias is the sum of its output's gradients. Other places follow from these."""
+    (outputs, gradients), numbers = (
+        one_device(SMALL),
+        two_steps("jax-compiler", Layout(), model=SMALL).numbers,
+    )
+    weights = initial_parameters(experiment_of(Layout(), model=SMALL))
+    expected = {LOSS: np.array([0.5, 0.5])}
+    for place, gradient in gradients.items():
+        if (bias := numbers.get(f"0 gradient {place}.bias")) is not None:
+            np.testing.assert_allclose(gradient.sum(axis=(0, 1, 2)), bias, rtol=0, atol=1e-14)
+        elif place.endswith("residual"):
+            expected[place] = gradients[place.replace("residual", "mlp.down")]
+        elif place.endswith("core"):
+            out = place.replace("core", "out")
+            expected[place] = np.einsum("abtc,hdc->abthd", gradients[out], weights[f"{out}.weight"])
+    for place, gradient in expected.items():
+        np.testing.assert_allclose(gradients[place], gradient, rtol=0, atol=1e-14)
+    positions = gradients["embedding"].sum(axis=(0, 1))
+    np.testing.assert_allclose(positions, numbers["0 gradient embedding.position"], rtol=0, atol=1e-14)
+    assert set(expected) | {"embedding"} == {p for p in outputs if f"0 gradient {p}.bias" not in numbers}
+
+
+def test_gradients_of_router_weights():
+    """A chosen expert's weight has the product of its output and the gradient; others have 0."""
+    outputs, gradients = one_device(EXPERTS)
+    weights = initial_parameters(experiment_of(Layout(), model=EXPERTS))
+    for mlp in (f"blocks.{layer}.mlp" for layer in range(EXPERTS.n_layer)):
+        hidden = np.einsum(
+            "abtc,ecm->abtem", outputs[mlp.replace("mlp", "norm2")], weights[f"{mlp}.up.weight"]
+        )
+        hidden = np.asarray(jax.nn.gelu(hidden, approximate=False))
+        of_expert = np.einsum("abtem,emc->abtec", hidden, weights[f"{mlp}.down.weight"])
+        expected = np.einsum("abtec,abtc->abte", of_expert, gradients[f"{mlp}.experts"])
+        expected[outputs[f"{mlp}.router"] == 0] = 0
+        np.testing.assert_allclose(gradients[f"{mlp}.router"], expected, rtol=0, atol=1e-15)
+        assert (np.count_nonzero(expected, axis=-1) == EXPERTS.experts_per_token).all()
+
+
+@jax.custom_vjp
+def double_gradient(x: jax.Array) -> jax.Array:
+    return x
+
+
+double_gradient.defvjp(lambda x: (x, None), lambda _, gradient: (2 * gradient,))
+
+
+def scale_on_one_device(hooks: Hooks) -> None:
+    right = hooks.down.after
+    hooks.down.after = lambda y: right(y) * (1 + 0.01 * (lax.axis_index("dp_replicate") == 1))
+
+
+def double_before_up(hooks: Hooks) -> None:
+    hooks.up.before = double_gradient
+
+
+def scale_queries(hooks: Hooks) -> None:
+    hooks.core = lambda q, *kv, **options: Hooks().core(1.01 * q, *kv, **options)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "forward", "backward"),
+    [
+        (scale_on_one_device, "blocks.0.mlp.down", "norm"),
+        (double_before_up, "", "blocks.1.norm2"),
+        (scale_queries, "blocks.0.attention.core", "norm"),
+    ],
+)
+def test_mistake_is_named(mistake: Callable[[Hooks], None], forward: str, backward: str):
+    """Backward of a wrong forward differs from its first place on."""
+
+    def make_wrong(name, experiment, mesh, loss_of):
+        def loss_of_wrong(experiment, hooks):
+            mistake(hooks)
+            return loss_of(experiment, hooks)
+
+        return make_engine(name, experiment, mesh, loss_of_wrong)
+
+    run = run_of("jax-manual", Layout(dp_replicate=2))
+    assert first_wrong(trace_step(run, make_wrong), one_device(SMALL), run.experiment) == (forward, backward)
+
+
+def test_training_has_the_same_program_after_a_trace():
+    run = run_of("jax-manual", Layout())
+    texts = [trace_train(run.engine, run.state).lower().as_text()]
+    trace_step(run, make_engine)
+    texts.append(trace_train(run.engine, run.state).lower().as_text())
+    assert texts[0] == texts[1]
