@@ -1,6 +1,5 @@
-"""Trace of a step: NumPy's outputs, gradients of biases, layouts against one device, planted mistakes."""
+"""Trace of a step: against NumPy, gradients of biases, one device under each layout, planted mistakes."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,10 +12,11 @@ from msgspec.structs import replace
 from compare.contract.request import Request
 from compare.contract.trace import LOSS, places
 from compare.contract.work import ObservedWork
+from compare.judge.trace import first_difference
 from compare.numerics.data import open_corpus
 from compare.numerics.parameters import initial_parameters
 from compare.numerics.stream import arrays_of_step
-from compare.spec.experiment import Experiment, Layout
+from compare.spec.experiment import Layout
 from jaxpar.hooks import Hooks
 from jaxpar.measure.trace import trace_step
 from jaxpar.programs import trace_train
@@ -56,20 +56,6 @@ def one_device(model: Any) -> Trace:
     return trace_step(run_of("jax-compiler", Layout(), model), make_engine)
 
 
-def first_wrong(trace: Trace, right: Trace, experiment: Experiment) -> tuple[str, str]:
-    """The first place of forward that differs, and the first that backward reaches."""
-    forward = [place.name for place in places(experiment)]
-
-    def first(names: list[str], found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> str:
-        for name in names:
-            largest = np.abs(expected[name]).max()
-            if np.abs(found[name] - expected[name]).max() > 1e-12 * largest:
-                return name
-        return ""
-
-    return first(forward, trace[0], right[0]), first(forward[::-1], trace[1], right[1])
-
-
 LAYOUTS = {
     "ddp": (Layout(dp_replicate=2), SMALL),
     "fsdp_tp_sp": (Layout(dp_shard=2, zero=3, tp=2, sequence_parallel=True), SMALL),
@@ -84,11 +70,12 @@ CASES = [(name, layout) for layout in LAYOUTS for name in ENGINES if layout != "
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_layout_has_the_trace_of_one_device(name, layout):
     run = run_of(name, *LAYOUTS[layout])
-    trace, right = trace_step(run, make_engine), one_device(run.experiment.model)
-    shapes = {place.name: place.shape for place in places(run.experiment)}
-    for found in trace:
+    model, shapes = run.experiment.model, {place.name: place.shape for place in places(run.experiment)}
+    for found, right in zip(trace_step(run, make_engine), one_device(model), strict=True):
         assert {place: x.shape for place, x in found.items()} == shapes
-    assert first_wrong(trace, right, run.experiment) == ("", "")
+        largest = {place: np.abs(x).max() for place, x in right.items()}
+        errors = {place: np.abs(found[place] - right[place]).max() / largest[place] for place in shapes}
+        assert max(errors.values()) <= 1e-12, errors
 
 
 def test_outputs_equal_numpy():
@@ -165,17 +152,17 @@ def scale_queries(hooks: Hooks) -> None:
     hooks.core = lambda q, *kv, **options: Hooks().core(1.01 * q, *kv, **options)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "forward", "backward"),
-    [
-        (scale_on_one_device, "blocks.0.mlp.down", "norm"),
-        (double_before_up, "", "blocks.1.norm2"),
-        (scale_queries, "blocks.0.attention.core", "norm"),
-    ],
-)
-def test_mistake_is_named(mistake: Callable[[Hooks], None], forward: str, backward: str):
-    """Backward of a wrong forward differs from its first place on."""
+MISTAKES = [
+    (scale_on_one_device, "forward", "blocks.0.mlp.down", 1.01, {"dp_replicate": [1]}),
+    (scale_queries, "forward", "blocks.0.attention.core", None, {}),
+    (double_before_up, "backward", "blocks.1.norm2", 2.0, {}),
+]
 
+
+@pytest.mark.parametrize(
+    ("mistake", "direction", "place", "ratio", "devices"), MISTAKES, ids=[m.__name__ for m, *_ in MISTAKES]
+)
+def test_mistake_is_named(mistake, direction, place, ratio, devices):
     def make_wrong(name, experiment, mesh, loss_of):
         def loss_of_wrong(experiment, hooks):
             mistake(hooks)
@@ -184,7 +171,9 @@ def test_mistake_is_named(mistake: Callable[[Hooks], None], forward: str, backwa
         return make_engine(name, experiment, mesh, loss_of_wrong)
 
     run = run_of("jax-manual", Layout(dp_replicate=2))
-    assert first_wrong(trace_step(run, make_wrong), one_device(SMALL), run.experiment) == (forward, backward)
+    found = first_difference(one_device(SMALL), trace_step(run, make_wrong), run.experiment, dtype="float64")
+    assert (found.direction, found.place, found.devices) == (direction, place, devices)
+    assert (found.ratio or None) == (ratio and pytest.approx(ratio))
 
 
 def test_training_has_the_same_program_after_a_trace():
