@@ -10,6 +10,7 @@ queries the heads of qkv are K. Each has a group of G + 2: G queries, then their
 (Megatron's order).
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -64,15 +65,17 @@ def parameter_table(model: Model) -> tuple[Parameter, ...]:
     return (*embeddings, *blocks, *final_norm)
 
 
-def end_parameters(model: Model) -> tuple[list[Parameter], list[Parameter]]:
+@functools.lru_cache(maxsize=64)
+def end_parameters(model: Model) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
     """Parameters before and after the blocks."""
     width = model.n_embd
     token = Parameter("embedding.token", (model.vocab_size, width), ("vocab", "embed"), STD)
     position = Parameter("embedding.position", (model.block_size, width), ("position", "embed"), STD)
-    return [token] if model.position == "rope" else [token, position], _norm(model, "norm")
+    return (token,) if model.position == "rope" else (token, position), tuple(_norm(model, "norm"))
 
 
-def block_parameters(model: Model, layer: int) -> list[Parameter]:
+@functools.lru_cache(maxsize=1024)
+def block_parameters(model: Model, layer: int) -> tuple[Parameter, ...]:
     """The weights of one block. All blocks have the same shapes."""
     width, heads, inner = model.n_embd, model.n_head, MLP_RATIO * model.n_embd
     qkv, qkv_axes = qkv_dims(model)
@@ -93,7 +96,7 @@ def block_parameters(model: Model, layer: int) -> list[Parameter]:
             Parameter(f"{block}.mlp.down.weight", (inner, width), down, residual_std),
             *_bias(model, f"{block}.mlp.down.bias", (width,), ("embed",)),
         ]
-    return [
+    return (
         *_norm(model, f"{block}.norm1"),
         Parameter(f"{block}.attention.qkv.weight", (width, *qkv), ("embed", *qkv_axes), STD),
         *_bias(model, f"{block}.attention.qkv.bias", qkv, qkv_axes),
@@ -101,7 +104,7 @@ def block_parameters(model: Model, layer: int) -> list[Parameter]:
         *_bias(model, f"{block}.attention.out.bias", (width,), ("embed",)),
         *_norm(model, f"{block}.norm2"),
         *mlp,
-    ]
+    )
 
 
 def qkv_dims(model: Model) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -255,12 +255,14 @@ class Layout(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def data_parallel(self) -> int:
         """Number of shares of a batch."""
-        return math.prod(self.axes[name] for name in ROWS)
+        axes = self.axes
+        return math.prod(axes[name] for name in ROWS)
 
     @property
     def replicas(self) -> int:
         """Number of copies of a ZeRO shard, whose gradients are summed."""
-        return math.prod(self.axes[name] for name in REPLICAS)
+        axes = self.axes
+        return math.prod(axes[name] for name in REPLICAS)
 
 
 class Checkpoints(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

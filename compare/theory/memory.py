@@ -134,22 +134,34 @@ def _elements(engine: str, model: Model, pp: int, tp: int, ep: int, stage: int, 
     )
 
 
-def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> list[Parameter]:
+def parameters_of_stage(engine: str, experiment: Experiment, *, stage: int) -> tuple[Parameter, ...]:
     """Parameters of one rank of a pipeline in canonical order; all blocks have the names of the first."""
-    layout, model = experiment.layout, experiment.model
-    (token, *positions), final_norm = end_parameters(model)
-    is_jax = ENGINES[engine].is_jax
+    layout, is_jax = experiment.layout, ENGINES[engine].is_jax
     first, last = is_jax or stage == 0, is_jax or stage == layout.pp - 1
-    parameters = [token] if first or last else []
-    parameters += positions if first else []
-    parameters += model.n_layer // layout.pp * list(block_parameters(model, 0))
-    return parameters + (final_norm if last else [])
+    return _parameters_of_stage(experiment.model, layout.pp, first, last)
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of_stage(model: Model, pp: int, first: bool, last: bool) -> tuple[Parameter, ...]:
+    (token, *positions), final_norm = end_parameters(model)
+    return (
+        *((token,) if first or last else ()),
+        *(positions if first else ()),
+        *(model.n_layer // pp * block_parameters(model, 0)),
+        *(final_norm if last else ()),
+    )
 
 
 def on_one_device(parameters: Iterable[Parameter], layout: Layout) -> float:
     """Elements of parameters on one device of tp and ep."""
-    degrees = ((p, [getattr(layout, axis) for axis in (TP, EP) if is_split_by(axis, p)]) for p in parameters)
-    return sum(p.size / math.prod(split) for p, split in degrees)
+    return sum(p.size / _split_of(p.axes, layout.tp, layout.ep) for p in parameters)
+
+
+@functools.lru_cache(maxsize=1024)
+def _split_of(axes: tuple[str, ...], tp: int, ep: int) -> int:
+    """Number of devices of tp and ep that split a parameter with these axes."""
+    split = [*map(SPLIT.get, axes)]
+    return (tp if TP in split else 1) * (ep if EP in split else 1)
 
 
 def _fullest(engine: str, parameters: Iterable[Parameter], layout: Layout, *, is_split: bool) -> float:
