@@ -18,8 +18,8 @@ PATIENCE_S = 1800.0
 GONE_S = 120.0  # for what is about to end
 SETTLED_S = 5.0  # a process between fork and exec may have an empty environment
 MARK = "SHARDPAIR_TESTS"
-SERVER = "warm.serve"
-"""Text in the command lines of the servers of `warm`, and of their forks."""
+MARK_LENGTH = 10
+"""Characters of a mark: `warm` replaces it in place."""
 # The first code of a process: Ctrl-C reaches it, unlike a script's background job, and it ends if pytest is
 # killed (1: PR_SET_PDEATHSIG). A preexec_fn would fork pytest with all its threads.
 PRELUDE = """
@@ -30,7 +30,7 @@ if sys.platform == "linux":
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 
-os.environ[MARK] = str(os.getpid())  # a worker of pytest-xdist is a process of its own
+os.environ[MARK] = f"{os.getpid():0{MARK_LENGTH}}"  # a worker of pytest-xdist is a process of its own
 FAILED = pytest.StashKey[bool]()
 """Whether the test has failed."""
 staying: set[int] = set()
@@ -93,7 +93,8 @@ def left_behind(*, at_the_end: bool = False) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process = psutil.Process(pid)
             mark = process.environ().get(MARK)
-            if mark == os.environ[MARK] and not _is_expected(process, at_the_end=at_the_end):
+            is_staying = pid in staying and not at_the_end
+            if mark == os.environ[MARK] and not is_staying:
                 found.append(process)
             is_young = time.time() - process.create_time() < SETTLED_S  # it may be about to exec
             if mark == os.environ[MARK] or (not mark and is_young):
@@ -125,15 +126,6 @@ def no_process_left(request: pytest.FixtureRequest) -> Generator[None]:
     left = end_all(grace_s=0.0 if failed else GONE_S)
     if left and not failed:
         pytest.fail(f"left behind, and now ended: {left}")
-
-
-def _is_expected(process: psutil.Process, *, at_the_end: bool) -> bool:
-    """Whether it is a server of this process, or before the end what is staying."""
-    if process.pid in staying:
-        return not at_the_end
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.ppid() == os.getpid() and SERVER in " ".join(process.cmdline())
-    return False
 
 
 class Busy:

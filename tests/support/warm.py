@@ -14,6 +14,8 @@ with other variables of `READ_AT_IMPORT` than the server has.
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib.util
 import json
@@ -29,10 +31,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import psutil
 
@@ -76,28 +79,43 @@ ITSELF = "tests.support.warm"
 CLIENT = Path(__file__).with_name("warm_client.py")
 REAL = sys.executable
 EMPTY_SVG = '<svg viewBox="0 0 1 1"></svg>'
+NO_MARK = "0" * processes.MARK_LENGTH
+"""The mark of a server: it belongs to no worker."""
 _folders: list[Path] = []
+_users: list[IO] = []
 _servers: list[subprocess.Popen] = []
 
 
 def python() -> str:
-    """The program's path. Servers are started with the first call, and end with this process.
+    """The program's path. The first call starts the servers, unless another worker of pytest-xdist has.
 
     On other systems than Linux it is the real interpreter's.
     """
     if sys.platform != "linux":
         return REAL
     if not _folders:
-        folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        session = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+        folder = Path(tempfile.gettempdir(), f"warm-{session}")
+        folder.mkdir(mode=stat.S_IRWXU, exist_ok=True)
         _folders.append(folder)
-        (folder / "python").write_text(f"#!{REAL} -ISE\n{CLIENT.read_text()}")
-        settings = REAL, str(folder), ITSELF, READ_AT_IMPORT, SET_BY_IMPORT
-        (folder / "python.json").write_text(json.dumps(settings))
-        (folder / "python").chmod(stat.S_IRWXU)
-        for module, (first, *_) in PRELOADED.items():
-            if importlib.util.find_spec(first):  # one side may be tested alone
-                start_server(module, folder)
+        _users.append((folder / "users").open("w"))
+        fcntl.flock(_users[0], fcntl.LOCK_SH)
+        with (folder / "start").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "python").exists():
+                start_servers(folder)
     return str(_folders[0] / "python")
+
+
+def start_servers(folder: Path) -> None:
+    """Write the program, and start a server for each package."""
+    (folder / "python").write_text(f"#!{REAL} -ISE\n{CLIENT.read_text()}")
+    settings = REAL, str(folder), ITSELF, READ_AT_IMPORT, SET_BY_IMPORT
+    (folder / "python.json").write_text(json.dumps(settings))
+    (folder / "python").chmod(stat.S_IRWXU)
+    for module, (first, *_) in PRELOADED.items():
+        if importlib.util.find_spec(first):  # one side may be tested alone
+            start_server(module, folder)
 
 
 def start_server(module: str, folder: Path) -> None:
@@ -106,6 +124,7 @@ def start_server(module: str, folder: Path) -> None:
     environment = child_environment(side, "cpu") if side else dict(os.environ)
     begin = f"import sys; sys.path[:0] = {sys.path!r}; from tests.support import warm; "
     begin += f"warm.serve({module!r}, {str(folder)!r})"
+    environment[processes.MARK] = NO_MARK
     (folder / f"{module}.begun").touch()  # from now on clients wait for it
     _servers.append(processes.start([REAL, "-c", begin], env=environment, stdout=None, stderr=None))
 
@@ -145,13 +164,18 @@ def all_of(pid: int) -> set[int]:
 
 
 def end() -> None:
+    """End the servers, if this process has started them, when no other worker needs them any more."""
+    for users in _users:
+        if _servers:
+            fcntl.flock(users, fcntl.LOCK_EX)
+        users.close()
     for server in _servers:
         server.kill()
         server.wait()
-    for folder in _folders:
+    for folder in _folders if _servers else ():
         shutil.rmtree(folder, ignore_errors=True)
-    _servers.clear()
-    _folders.clear()
+    for kept in (_users, _servers, _folders):
+        kept.clear()
 
 
 def serve(module: str, folder: str) -> NoReturn:
@@ -209,11 +233,13 @@ def reap() -> None:
 def monitor(connection: socket.socket, folder: Path) -> NoReturn:
     """Fork the program that a client requests, forward signals to it, and send the client its exit code."""
     message, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 3)
+    asked = json.loads(message)
+    mark_as(asked["environment"].get(processes.MARK, NO_MARK))
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     child = os.fork()
     if not child:
         connection.close()
-        become(json.loads(message), files)
+        become(asked, files)
     note = folder / str(client)
     note.write_text(str(child))
     for file in files:
@@ -233,6 +259,15 @@ def monitor(connection: socket.socket, folder: Path) -> NoReturn:
     with contextlib.suppress(OSError):
         connection.send(str(status).encode())
     os._exit(0)
+
+
+def mark_as(mark: str) -> None:
+    """Become a process of the worker with this mark: change the environment that other processes see."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = map(int, fields[47:49])  # env_start, env_end
+    name = f"{processes.MARK}=".encode()
+    place = begin + ctypes.string_at(begin, end - begin).index(name) + len(name)
+    ctypes.memmove(place, mark.encode(), processes.MARK_LENGTH)
 
 
 def main() -> int:
