@@ -4,6 +4,7 @@ The plain GPT trains on the whole batch, with PyTorch's clipping and optimizer.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -48,6 +49,7 @@ def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :, :-1], tokens[:, :, 1:]
 
 
+@functools.cache
 def reference(experiment: Experiment, steps: int = 2) -> dict[str, dict[str, torch.Tensor]]:
     """The gradients of the last step before clipping, and weights and moments after it."""
     model, config = make_gpt(experiment.model), experiment.optimizer
