@@ -15,7 +15,7 @@ SHORTER = {
     f"{DEMO} | tail -n 24": f"{DEMO} --train.max_iters 3 | tail -n 23",
     "--presets fsdp_tp --train.max_iters 5": "--presets fsdp_tp --train.max_iters 3 --model.n_layer 2",
 }
-"""Parts of commands, and what the test runs in their place: the outputs differ in numbers of `OF_ALL_STEPS`."""
+"""Parts of commands, and what the test runs in their place."""
 OF_ALL_STEPS = re.compile(r"^(final loss|mean loss|tokens seen)\b.*")
 """Lines whose numbers depend on the number of steps."""
 OF_MANY_STEPS = "step time, p"

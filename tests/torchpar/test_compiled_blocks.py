@@ -115,7 +115,7 @@ def test_inductor_buckets_messages(rank: int) -> None:
             make_parallel(compiler.make_engine, replace(layout, bucket_mb=size), rank, ADAM)[0]
             for size in (25.0, 0.003)
         )
-    if rank:  # whose graphs are those of rank 0
+    if rank:  # rank 0 has the same graphs
         return
     assert gathers_around_passes(large) == [24, 1]
     before, after = gathers_around_passes(small)
