@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from compare.contract.trace import LOSS, ROUTER
+from compare.numerics.parameters import storage_dtype
 from compare.numerics.stream import arrays_of_step
 from compare.spec.axes import ROWS, SEQUENCE, TP
 from compare.spec.experiment import Experiment, Model
@@ -55,8 +56,9 @@ def trace_step(run: Run, make_engine: Callable[..., Engine]) -> tuple[Whole, Who
     batch = run.shard_batch(arrays_of_step(run.corpus, experiment, state.step))
     forward, backward = to_host(compile_trace(engine, state.params, batch)(state.params, batch))
     whole = partial(by_place, order_T=run.order_T, layers=experiment.model.n_layer)
-    passes = experiment.train.gradient_accumulation_steps
-    outputs, gradients = whole(forward), whole({name: g / scale for name, g in backward.items()})
+    passes, dtype = experiment.train.gradient_accumulation_steps, storage_dtype(experiment)
+    unscaled = {place: gradient.astype(dtype) / scale for place, gradient in backward.items()}
+    outputs, gradients = whole(forward), whole(unscaled)
     for name in gradients:
         if name.endswith(ROUTER):  # every expert computes every token
             gradients[name] = np.where(outputs[name] > 0, gradients[name], 0)
