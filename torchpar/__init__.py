@@ -1,29 +1,35 @@
-"""The PyTorch side: `python -m torchpar RUN_DIR` runs an engine. `ledger` is for programs of your own."""
+"""The PyTorch side: `python -m torchpar RUN_DIR` runs an engine. `FUNCTIONS` are for programs of your own."""
 
-from contextlib import AbstractContextManager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from compare.contract.ledger import Ledger
+    from compare.contract.ledger import assert_communication as assert_communication
+    from torchpar.measure.ledger import ledger_of as ledger  # noqa: F401  it is exported
+    from torchpar.same import assert_same as assert_same
+    from torchpar.testing import run_ranks as run_ranks
 
 PACKAGES = ("torch", "numpy")
 """Packages on which a rank's numbers depend."""
+FUNCTIONS = {
+    "ledger": ("torchpar.measure.ledger", "ledger_of"),
+    "assert_same": ("torchpar.same", "assert_same"),
+    "run_ranks": ("torchpar.testing", "run_ranks"),
+    "assert_communication": ("compare.contract.ledger", "assert_communication"),
+}
+"""Functions of this package, with the module and the name of each. PyTorch is imported with the first use."""
 
 
-def ledger(mesh: "DeviceMesh | None" = None) -> "AbstractContextManager[Ledger]":
-    """Record this rank's communication inside the context, with its source lines: `measure.ledger`.
-
-    Process groups get the names of the dimensions of `mesh`. Without a mesh PyTorch's default group, which a
-    mesh of one dimension uses, is `world`.
-    """
+def __getattr__(name: str) -> Any:
+    if name not in FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_compare()
-    from torchpar.measure.ledger import ledger_of
-
-    return ledger_of(mesh)
+    if not find_spec("torch"):
+        raise ImportError(f"torchpar.{name} needs PyTorch: pip install 'shardpair[torch]'")
+    module, function = FUNCTIONS[name]
+    return getattr(import_module(module), function)
 
 
 def require_compare() -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import (
@@ -51,6 +51,19 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def process_group_of(name: Any) -> ProcessGroup:
     """The process group with a name, as functional collectives refer to it."""
     return _resolve_process_group(name)
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return _get_default_store()
+
+
+def checked(backend: Any, helper: Any) -> Any:
+    """A backend that compares the collective and the shapes of all ranks before each call.
+
+    `helper` is a gloo backend of the same ranks.
+    """
+    return _distributed_c10d._ProcessGroupWrapper(backend, helper)
 
 
 def flatten_mesh(devices: DeviceMesh, names: Sequence[str], name: str) -> None:

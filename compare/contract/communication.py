@@ -55,7 +55,7 @@ class Communication(Struct, frozen=True, kw_only=True):
     wire_bytes: int
     """Bytes one device sends on a ring: 2(n-1)/n of an all-reduce, (n-1)/n of a gather or scatter."""
     scalars: int = 0
-    """Bytes, of `bytes`, of arrays of one number: XLA combines a loss with gradients in one message."""
+    """Bytes, of `bytes`, of single numbers, such as a loss. XLA sends a loss together with gradients."""
     purpose: str = ""
     """Purpose: one of the constants above."""
     group_size: int = 0

@@ -1,7 +1,7 @@
 """Ledger of a function or a module, and the assertion of expected communication.
 
 ledger = jaxpar.ledger(step, *arguments, mesh=mesh)        # any function that JAX can jit
-with torchpar.ledger(mesh=mesh) as ledger:                 # any module and its wrappers
+with torchpar.ledger() as ledger:                          # any module and its wrappers
     loss(model(x)).backward()
 
 print(ledger)
@@ -18,8 +18,6 @@ SCALAR = 8
 """Bytes: of a float64."""
 WORLD = "world"
 """Axis of PyTorch's default group, if no mesh names it."""
-LONGEST_SOURCE = 100
-"""Characters of a source in an error; a longer one is shown without its operation."""
 
 Expected = Mapping[tuple[str, ...], float | None]
 """Logical bytes by (kind, axis) or (kind, axis, purpose); None for any."""
@@ -55,25 +53,30 @@ class Ledger(Struct, kw_only=True):
 def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = False) -> None:
     """Check that exactly the expected communication happened.
 
-    With `scalars` single numbers count, too: messages of one number, and numbers that XLA combined with other
-    arrays in one message.
+    Single numbers, such as a loss, may be counted or not, alone or together with other arrays in one message.
+    With `scalars` they count as any array.
 
     Raises UnexpectedCommunicationError: a message is missing or unexpected, or has another size, or the
     ledger is incomplete.
     """
-    rows = [row for row in ledger.rows if scalars or row.bytes > SCALAR * row.calls]
+    __tracebackhide__ = True
+    rows = [row for row in ledger.rows if row.bytes]
     asked = {
         key: [row for row in rows if key == (row.kind, row.axis, row.purpose)[: len(key)]] for key in expected
     }
     matched = {id(row) for found in asked.values() for row in found}
-    lines = [f"unexpected: {_in_words(row)}" for row in rows if id(row) not in matched]
+    surprises = [row for row in rows if id(row) not in matched and (scalars or row.bytes > row.scalars)]
+    lines = [f"unexpected: {_in_words(row)}" for row in surprises]
     for key, size in expected.items():
         found, name = asked[key], f"{key[0]} over {' for '.join(key[1:])}"
-        total = sum(row.bytes if scalars else row.bytes - row.scalars for row in found)
-        if not found:
+        total, single = sum(row.bytes for row in found), sum(row.scalars for row in found)
+        least = total if scalars else total - single
+        if not found or (size is None and not least):
             lines.append(f"missing: {name}" + (f", {size:,.0f} bytes" if size is not None else ""))
-        elif size is not None and total != size:
-            lines.append(f"{name}: {total:,} bytes instead of {size:,.0f}:")
+        elif size is not None and not least <= size <= total:
+            lines.append(
+                f"{name}: {total:,} bytes{_of_which(single)} instead of {size:,.0f}{_times(least, size)}:"
+            )
             lines += [f"    {_in_words(row)}" for row in found]
     if lines and any(row.axis == WORLD for row in rows) and not any(WORLD in key for key in expected):
         lines.append(
@@ -84,9 +87,18 @@ def assert_communication(ledger: Ledger, expected: Expected, *, scalars: bool = 
         raise UnexpectedCommunicationError("\n".join(lines))
 
 
+def _of_which(single: int) -> str:
+    return f", of which {single:,} are single numbers," if single else ""
+
+
+def _times(total: int, size: float) -> str:
+    """The ratio of observed to expected bytes, if it is a whole number: a message may be sent too often."""
+    is_multiple = size and total > size and total % size == 0
+    return f" ({total / size:.0f} times as many)" if is_multiple else ""
+
+
 def _in_words(row: Communication) -> str:
     times = "once" if row.calls == 1 else f"{row.calls} times"
     of = f", for {row.purpose}" if row.purpose else ""
-    source = row.source if len(row.source) <= LONGEST_SOURCE else row.source.partition(": ")[0]
-    where = f", from {source}" if source else ""
+    where = f", from {row.source}" if row.source else ""
     return f"{row.kind} over {row.axis} {times}, {row.bytes:,} bytes{of}{where}"

@@ -72,6 +72,7 @@ class Collective:
 
     Attributes:
         arrays: bytes of each array that it sends, full (gathered) size.
+        scalars: bytes, of these, of arrays of one number.
         op_name: scopes and transforms of its operation in JAX.
         stack: source lines, the innermost first; () if the module has none.
         text: the instruction in the module, which begins with its name.
@@ -96,6 +97,7 @@ class Collective:
     overlapped: tuple[str, ...] = ()
     cycles: int = 0
     algorithm: str = ""
+    scalars: int = 0
 
     @property
     def name(self) -> str:
@@ -348,6 +350,9 @@ def _collective(
     if opcode.endswith("-start") and opcode != "all-reduce-start":
         shapes = shapes[len(shapes) // 2 :]  # (operands, results)
     scattered = len(groups[0]) if kind == "reduce_scatter" else 1
+    single = {"reduce_scatter": 0, "all_gather": len(groups[0])}.get(
+        kind, 1
+    )  # numbers, if each device gives one
     match = OP_NAME.search(named)
     return Collective(
         kind=kind,
@@ -357,9 +362,14 @@ def _collective(
         op_name=match[1] if match else "",
         stack=stack,
         text=text,
+        scalars=sum(_bytes(dtype, dims) for dtype, dims in shapes if _count(dims) == single),
     )
 
 
 def _bytes(dtype: str, dims: str) -> int:
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return math.prod(map(int, filter(None, dims.split(",")))) * bits // 8
+    return _count(dims) * bits // 8
+
+
+def _count(dims: str) -> int:
+    return math.prod(map(int, filter(None, dims.split(","))))

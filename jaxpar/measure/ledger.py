@@ -4,9 +4,11 @@ Logical bytes count the full (gathered) tensor; for a permute they count the mes
 """
 
 import itertools
+import os
 import re
+import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from compare.contract.communication import (
 )
 from compare.contract.ledger import Ledger
 from compare.spec.axes import CP, EP, PP, TP, joined, parts_of
-from jaxpar.measure.hlo import groups_along
+from jaxpar.measure.hlo import SourceLine, groups_along
 from jaxpar.measure.hlo_collectives import Collective, collectives
 from jaxpar.mlp import EXPERTS
 
@@ -37,7 +39,7 @@ _PARTITIONS = re.compile(r"^HloModule .*\bnum_partitions=(\d+)", re.MULTILINE)
 
 
 def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledger:
-    """The ledger of one call of a function, with a row for each collective that XLA made.
+    """The ledger of one call of a function: a row for each collective of XLA, with the line that causes it.
 
     The function is compiled and does not run. It may be jitted, and it may use `shard_map`. Arguments are
     arrays, or `ShapeDtypeStruct`s with shardings. Raises ValueError: the mesh has other devices.
@@ -49,7 +51,13 @@ def ledger_of(function: Callable[..., Any], *arguments: Any, mesh: Mesh) -> Ledg
     devices = int(partitions[1]) if partitions else 1
     if devices not in (1, mesh.size):
         raise ValueError(f"the function runs on {devices} devices, and the mesh has {mesh.size}")
-    return read_ledger(hlo, mesh.shape, is_step=False)
+    ledger = read_ledger(hlo, mesh.shape, is_step=False)
+    if devices < mesh.size:
+        ledger.problems.append(
+            f"the function runs on 1 of {mesh.size} devices: place its arguments on the mesh, "
+            "or give in_shardings"
+        )
+    return ledger
 
 
 def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True) -> Ledger:
@@ -66,10 +74,11 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
         if group_size == 1:
             continue
         purpose = collective.purpose or (inferred_purpose(collective, axis) if is_step else "")
-        line = str(collective.stack[0]) if collective.stack else ""
+        if is_step:
+            source = str(collective.stack[0]) if collective.stack else "", collective.op_name
+        else:
+            source = _users_line(collective.stack), collective.op_name.rpartition("/")[2].rstrip(")")
         size = sum(collective.arrays)
-        is_lone = max(collective.arrays) <= SCALAR
-        lone = 0 if is_lone else sum(array for array in collective.arrays if array <= SCALAR)
         wire = ring_wire_bytes(collective.kind, size, group_size)
         place = Communication(
             kind=collective.kind,
@@ -81,7 +90,7 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
             group_size=group_size,
             dtype=", ".join(collective.dtypes),
             phase=_phase(collective, purpose) if differentiates else "",
-            source=": ".join(filter(None, (line, collective.op_name))),
+            source=": ".join(filter(None, source)),
             loops=collective.loops,
             places=_places(collective) if is_step else (),
             is_async=collective.is_async,
@@ -90,14 +99,22 @@ def read_ledger(hlo: str, axis_sizes: Mapping[str, int], *, is_step: bool = True
         )
         for stage in _senders(collective, axis_sizes) if stages > 1 else [0]:
             calls, total = collective.calls_at(stage), totals[replace(place, stage=stage)]
-            more = (calls, calls * size, calls * wire, calls * lone, calls * collective.cycles)
+            more = (calls, calls * size, calls * wire, calls * collective.scalars, calls * collective.cycles)
             total[:] = map(sum, zip(total, more, strict=True))
     rows = [
-        replace(place, calls=calls, bytes=size, wire_bytes=wire, scalars=lone, cycles=cycles)
-        for place, (calls, size, wire, lone, cycles) in totals.items()
+        replace(place, calls=calls, bytes=size, wire_bytes=wire, scalars=scalars, cycles=cycles)
+        for place, (calls, size, wire, scalars, cycles) in totals.items()
         if calls
     ]
     return Ledger(rows=rows, problems=problems)
+
+
+def _users_line(stack: Sequence[SourceLine]) -> str:
+    """The innermost line outside of this package and of installed packages; "" for no lines."""
+    installed, own = sysconfig.get_paths()["purelib"], PACKAGE.parent
+    ours = tuple(f"{own / name}{os.sep}" for name in ("jaxpar", "compare", "shardpair"))
+    mine = [line for line in stack if not line.file.startswith((installed, *ours))]
+    return str((mine or [*stack] or [""])[0])
 
 
 def _places(collective: Collective) -> tuple[tuple[str, int], ...]:

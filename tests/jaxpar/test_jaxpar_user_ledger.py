@@ -59,9 +59,12 @@ def test_expected_communication_passes(mesh):
     }
     assert_communication(ledger, expected)
     assert {row.phase for row in ledger.rows if row.axis == "model" and row.bytes > F32} == {"forward"}
-    assert all("test_jaxpar_user_ledger.py:" in row.source for row in ledger.rows)
+    assert all(row.source.startswith("test_jaxpar_user_ledger.py:") for row in ledger.rows)
+    assert max(len(row.source) for row in ledger.rows) < 80
     assert {row.places for row in ledger.rows} == {()}  # lines of jaxpar are not the user's
-    with pytest.raises(UnexpectedCommunicationError, match="8,196 bytes instead of 8,192"):
+    with pytest.raises(
+        UnexpectedCommunicationError, match="8,196 bytes, of which 4 are single numbers, instead of"
+    ):
         assert_communication(ledger, expected | {("all_reduce", "model"): None}, scalars=True)
     assert "all_reduce" in str(ledger)
     with pytest.raises(UnexpectedCommunicationError, match=r"missing: all_gather over data, 8 bytes"):
@@ -69,6 +72,13 @@ def test_expected_communication_passes(mesh):
     pair = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="runs on 4 devices, and the mesh has 2"):
         jaxpar.ledger(jnp.sin, on(mesh, (N, C), "data", "model"), mesh=pair)
+
+
+def test_function_on_one_device_is_incomplete(mesh):
+    """The arguments were forgotten, so nothing is sent."""
+    ledger = jaxpar.ledger(jnp.sin, jnp.ones((N, C)), mesh=mesh)
+    with pytest.raises(UnexpectedCommunicationError, match="incomplete: the function runs on 1 of 4 devices"):
+        assert_communication(ledger, {})
 
 
 def test_unexpected_communication_has_a_line(mesh):
@@ -93,7 +103,9 @@ def test_unexpected_communication_has_a_line(mesh):
     mapped = jax.shard_map(twice, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
     once = {("all_reduce", "data"): F32 * C}
     doubled = surprise_of(mapped, on(mesh, (N, C), "data"), mesh=mesh, expected=once)
-    assert doubled[0] == f"all_reduce over data: {2 * F32 * C:,} bytes instead of {F32 * C:,}:"
+    assert (
+        doubled[0] == f"all_reduce over data: {2 * F32 * C:,} bytes instead of {F32 * C:,} (2 times as many):"
+    )
     assert len([line for line in doubled if "twice)" in line]) == 2
 
 

@@ -8,25 +8,24 @@ import functools
 import importlib
 import inspect
 import os
-import signal
-import subprocess
-import time
-import traceback
+import pickle
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compare.system.signals import describe_exit
+from compare.contract.ledger import WORLD
+from compare.system.workers import Handle, Workers, answer_calls
 from tests.support import processes, warm
 from tests.support.processes import PATIENCE_S
+from torchpar import testing
 from torchpar.comm import process_groups
 from torchpar.comm.collectives import Axis, Call, observers
 from torchpar.comm.gloo import choose_interface, is_consequence
@@ -34,7 +33,6 @@ from torchpar.launch import Rank
 
 RANKS = 4
 CPU = torch.device("cpu")
-GRACE_S = 1.0  # in which the other ranks report, once one has failed
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -99,19 +97,18 @@ class Ranks:
     count: int = RANKS
     joins: bool = True
     """Whether they are ranks of one group of gloo."""
-    members: list[tuple[subprocess.Popen, Connection]] = field(default_factory=list)
+    workers: Workers | None = None
     starts: int = 0
 
     def run(self, test: Callable[..., None], **parameters: object) -> None:
         """Run a test made by `on_ranks` on every rank; if any rank fails, this fails as that rank did."""
         try:
-            if not self.members:
-                self._start()
-            for _, pipe in self.members:
-                pipe.send((test.__module__, test.__qualname__, parameters))
-            if failures := self._collect():
-                pytest.fail(min(failures)[-1], pytrace=False)
-            for process, _ in self.members:
+            workers = self.workers or self._start()
+            call = pickle.dumps((test.__module__, test.__qualname__, parameters))
+            answers = workers.call(call, timeout_s=PATIENCE_S)
+            if failure := workers.describe(answers, timeout_s=PATIENCE_S):
+                pytest.fail(failure, pytrace=False)
+            for process, _ in workers.members:
                 processes.staying |= warm.all_of(process.pid)
         except BaseException:  # Ctrl-C and pytest-timeout too: ranks that are still busy are of no more use
             self.end()
@@ -119,67 +116,39 @@ class Ranks:
 
     def end(self) -> None:
         """End all ranks. The next test starts new ranks."""
-        for process, _ in self.members:
-            process.kill()
-        for process, pipe in self.members:
-            process.wait()
-            pipe.close()
-        self.members.clear()
+        if self.workers:
+            self.workers.end()
+        self.workers = None
         processes.staying.clear()
 
-    def _start(self) -> None:
+    def _start(self) -> Workers:
         self.starts += 1
         rendezvous = self.folder / f"rendezvous.{self.starts}"
-        for rank in range(self.count):
+
+        def start(rank: int) -> tuple[Handle, Connection]:
             ours, theirs = Pipe()
-            how = {"stdin": theirs.fileno(), "stdout": None, "stderr": None}
-            self.members.append((warm.start_forked(_serve, rank, rendezvous, self.joins, **how), ours))
-            theirs.close()
+            with theirs:
+                how = {"stdin": theirs.fileno(), "stdout": None, "stderr": None}
+                return warm.start_forked(_serve, rank, rendezvous, self.joins, **how), ours
 
-    def _collect(self) -> list[tuple[bool, int, str]]:
-        """Wait for every rank's answer, but not long once one has failed.
-
-        Returns of each that failed whether that only tells of the loss of another, its rank, and the error.
-        """
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.members)}
-        failures, deadline = [], time.monotonic() + PATIENCE_S
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    text, is_consequence = pipe.recv()
-                except (EOFError, OSError):
-                    code = self.members[rank][0].wait()
-                    text = f"rank {rank}: {describe_exit(code, when='in a test')}"
-                    is_consequence = code == -signal.SIGABRT  # how C++ reacts to a lost peer
-                if text:
-                    failures.append((is_consequence, rank, text))
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-            if not ready:
-                silent = f"no answer within {PATIENCE_S:g} s from ranks {sorted(waiting.values())}"
-                return failures or [(False, 0, silent)]
-        return failures
+        self.workers = Workers(self.count, start)
+        return self.workers
 
 
 def _serve(rank: int, rendezvous: Path, joins: bool) -> None:
     """A rank's life: run what is sent, and answer with the error, if any, until the parent hangs up."""
     pipe = Connection(os.dup(0))
     torch.set_num_threads(1)
+    testing.axis_of_world = WORLD  # tests of one file share ranks, but no meshes
     choose_interface("127.0.0.1")
-    try:
-        if joins:
-            process_groups.join_ranks(rank_of(rank, RANKS, rendezvous), "cpu")
-        else:
-            os.chdir(rendezvous.parent)
-        while True:
-            module, name, parameters = pipe.recv()
-            getattr(importlib.import_module(module), name).__wrapped__(rank, **parameters)
-            pipe.send(("", False))
-    except EOFError:
-        pass
-    except BaseException as error:  # this rank has no future: the parent ends all
-        text = f"rank {rank} failed:\n" + "".join(traceback.format_exception(error))
-        pipe.send((text, is_consequence(error)))
-        pipe.poll(None)  # until then a peer must not see this one hang up
+    if joins:
+        process_groups.join_ranks(rank_of(rank, RANKS, rendezvous), "cpu")
+    else:
+        os.chdir(rendezvous.parent)
+
+    def do(message: bytes) -> None:
+        module, name, parameters = pickle.loads(message)
+        getattr(importlib.import_module(module), name).__wrapped__(rank, **parameters)
+
+    answer_calls(pipe, do, is_consequence)
     os._exit(0)  # a group is not destroyed: see process_groups.leave_group

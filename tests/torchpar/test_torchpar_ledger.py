@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,7 @@ import torchpar
 from compare.contract.communication import Communication
 from compare.contract.ledger import UnexpectedCommunicationError, assert_communication
 from tests.support.ranks import ALONE, RANKS, axis, on_ranks
+from torchpar import testing
 from torchpar.manual.data_parallel import DataParallel
 from torchpar.manual.fully_sharded import FSDP
 from torchpar.measure.ledger import KINDS, RankLedger, of_all_ranks
@@ -87,17 +89,53 @@ def test_every_form_has_kind_and_bytes(rank: int) -> None:
 
 @on_ranks
 def test_axis_of_a_mesh_over_all_ranks(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "axis_of_world", None)
+        check_axes_of_meshes()
+
+
+def check_axes_of_meshes() -> None:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
     model = DistributedDataParallel(nn.Linear(N, N, bias=False), process_group=mesh.get_group("data"))
-    with torchpar.ledger(mesh=mesh) as ledger:
+    for _ in range(2):  # in the second step DDP sends its order of buckets
         model(piece()).sum().backward()
-    assert_communication(ledger, {("all_reduce", "data"): 4 * N * N})
+    for options in ({"mesh": mesh}, {}):
+        with torchpar.ledger(**options) as ledger:
+            model(piece()).sum().backward()
+        assert_communication(ledger, {("all_reduce", "data"): 4 * N * N})
+    other = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("other",))
     with torchpar.ledger() as ledger:
         model(piece()).sum().backward()
     with pytest.raises(
         UnexpectedCommunicationError, match=r"world is PyTorch's default group: torchpar\.ledger"
     ):
         assert_communication(ledger, {("all_reduce", "data"): 4 * N * N})
+    sharded = fully_shard(nn.Linear(N, N, bias=False), mesh=other)
+    with torchpar.ledger() as ledger:
+        sharded(piece()).sum().backward()
+    assert_communication(ledger, {("all_gather", "other"): 4 * N * N, ("reduce_scatter", "other"): 4 * N * N})
+
+
+@on_ranks
+def test_single_numbers_may_count(rank: int) -> None:
+    """A loss travels alone, gathered, or together with other tensors."""
+    for send in (
+        lambda: dist.all_reduce(torch.tensor(1.0)),
+        lambda: dist.all_gather([torch.tensor(0.0) for _ in range(RANKS)], torch.tensor(1.0)),
+        lambda: dist.all_reduce_coalesced([torch.ones(3), torch.ones(1)]),
+    ):
+        with torchpar.ledger() as ledger:
+            dist.all_reduce(piece())
+            send()
+        more = sum(row.bytes - row.scalars for row in ledger.rows) - PIECE
+        assert_communication(ledger, {("all_reduce", "world"): PIECE + more})
+        with pytest.raises(UnexpectedCommunicationError):
+            assert_communication(ledger, {("all_reduce", "world"): PIECE + more}, scalars=True)
+    with torchpar.ledger() as ledger:
+        dist.all_reduce(torch.tensor(1.0))
+    assert_communication(ledger, {("all_reduce", "world"): 4})
+    with pytest.raises(UnexpectedCommunicationError, match="missing: all_reduce over world"):
+        assert_communication(ledger, {("all_reduce", "world"): None})
 
 
 @on_ranks

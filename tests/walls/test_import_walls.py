@@ -103,6 +103,17 @@ def test_sides_import_no_other_side():
             assert folders_of_compare(path) <= {*SHARED, *program}, path
 
 
+def test_plugin_imports_little():
+    """pytest loads the plugin in every run; a worker imports its framework by name."""
+    for path in files("shardpair"):
+        libraries = sys.stdlib_module_names | {"pytest", "compare", "shardpair"}
+        assert roots(path) - {"torchpar"} <= libraries, path
+        assert folders_of_compare(path) <= {"system"}, path
+    plugin = ROOT / "shardpair" / "plugin.py"
+    at_once = {name.split(".")[0] for name in imports(plugin, at_once=True)}
+    assert at_once <= sys.stdlib_module_names | {"pytest", "shardpair"}
+
+
 def test_strategies_do_not_import_each_other():
     for path in (path for folder in FOLDERS.values() for path in files(folder)):
         if path.stem in STRATEGIES:

@@ -22,9 +22,11 @@ from torch.distributed import ProcessGroupGloo
 
 from compare.side.processes import address_towards
 from compare.spec.experiment import ExperimentError
-from torchpar.private import gloo_options
+from torchpar.private import checked, gloo_options
 
 BACKEND = "gloo_serial"
+CHECKED = "gloo_checked"
+"""Backend for tests: before a collective it compares the calls and shapes of all ranks."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOST = (
     "connection closed by",
@@ -33,6 +35,7 @@ LOST = (
     "remote process exited",
     "gloo/transport",
     "broken pipe",
+    "failed to pass monitoredbarrier",
 )
 """Words of errors about a lost rank."""
 WAITED = ("aborted", "timed out", "timeout")
@@ -84,9 +87,18 @@ def make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.time
         return ProcessGroupGloo(store, rank, size, gloo_options(devices=devices, timeout=timeout, workers=1))
 
 
+def make_checked_backend(
+    store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+) -> dist.Backend:
+    backend, helper = (
+        make_backend(dist.PrefixStore(name, store), rank, size, timeout) for name in ("calls", "checks")
+    )
+    return checked(backend, helper)
+
+
 def is_gloo(group: dist.ProcessGroup | None) -> bool:
     """True for a group of gloo, by default the group of all ranks."""
-    return dist.get_backend(group) in (BACKEND, "gloo")
+    return dist.get_backend(group) in (BACKEND, CHECKED, "gloo")
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -99,3 +111,4 @@ def is_consequence(error: BaseException) -> bool:
 
 
 dist.Backend.register_backend(BACKEND, make_backend, devices=["cpu"])
+dist.Backend.register_backend(CHECKED, make_checked_backend, devices=["cpu"])

@@ -1,6 +1,6 @@
 """The ledger of a context: every collective, with its place in the program.
 
-    with torchpar.ledger(mesh=mesh) as ledger:
+    with torchpar.ledger() as ledger:
         loss(model(x)).backward()
     print(ledger)
 
@@ -9,6 +9,7 @@ dispatcher reports these sends, and `of_all_ranks` compares their bytes with tor
 other threads, and direct calls of a backend, are not recorded.
 """
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -22,13 +23,15 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 from msgspec.structs import replace
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from compare.contract import communication
 from compare.contract.communication import PHASES, Communication, ring_wire_bytes
-from compare.contract.ledger import Ledger
+from compare.contract.ledger import WORLD, Ledger
 from compare.spec.axes import CP, EP, PP, SHARDS, TP, parts_of
+from torchpar import testing
 from torchpar.comm.collectives import Axis, Call, observers
 from torchpar.measure.watch import Sink, Watch
 from torchpar.private import process_group_of, tree_leaves
@@ -65,10 +68,12 @@ class LedgerSink(Sink):
     """Records the collectives with their places. `library_calls` are PyTorch's, in order.
 
     `names` are axes by the name of their process group. In an engine (`infers_purposes`), the calls of
-    PyTorch's wrappers get the purpose that they have in the engines.
+    PyTorch's wrappers get the purpose that they have in the engines. In a program of a user, rows have the
+    user's lines, and `meshes` are those of its DTensors.
     """
 
     def __init__(self, names: Mapping[str, str], *, infers_purposes: bool = False):
+        self.meshes: list[DeviceMesh] = []
         self.library_calls: list[Call] = []
         self._problems: list[str] = []
         self._dispatched, self._own = Counter[str](), Counter[str]()
@@ -77,7 +82,7 @@ class LedgerSink(Sink):
 
     def call(self, call: Call, full: torch.Tensor, ranks: int) -> None:
         if ranks > 1:
-            self._record(call, ranks, _dtypes([full]), full.nbytes)
+            self._record(call, ranks, [full], full.nbytes)
             self._own[call.axis] += ring_wire_bytes(call.kind, full.nbytes, ranks)
 
     def operator(self, func: Any, operands: tuple, result: Any) -> None:
@@ -95,20 +100,25 @@ class LedgerSink(Sink):
         axis = self._names.get(group.group_name) or Axis.from_group(group).name
         self._dispatched[axis] += ring_wire_bytes(kind, size, ranks)
         if ranks > 1 and not self.watch.calls:  # otherwise it is part of a call of torchpar's
-            dtype = _dtypes(operands[0])
-            call = Call(kind, axis, self._inferred_purpose(kind, axis, dtype) if self._infers else "")
+            purpose = self._inferred_purpose(kind, axis, _dtypes(operands[0])) if self._infers else ""
+            call = Call(kind, axis, purpose)
             self.library_calls.append(call)
-            self._record(call, ranks, dtype, size)
+            self._record(call, ranks, _tensors(operands[0]), size)
+
+    def enter(self, module: nn.Module) -> None:
+        if not (self._infers or self.meshes):
+            found = (getattr(parameter, "device_mesh", None) for parameter in module.parameters())
+            self.meshes += (mesh for mesh in found if isinstance(mesh, DeviceMesh))
 
     def result(self) -> RankLedger:
         """The rows, in the order of their first calls."""
         rows = []
-        for place, (calls, size) in self._rows.items():
+        for place, (calls, size, scalars) in self._rows.items():
             wire_bytes = ring_wire_bytes(place.kind, size, place.group_size)
-            rows.append(replace(place, calls=calls, bytes=size, wire_bytes=wire_bytes))
+            rows.append(replace(place, calls=calls, bytes=size, wire_bytes=wire_bytes, scalars=scalars))
         return RankLedger(rows, self._dispatched, self._own, [*dict.fromkeys(self._problems)])
 
-    def _record(self, call: Call, ranks: int, dtype: str, size: int) -> None:
+    def _record(self, call: Call, ranks: int, tensors: Sequence[torch.Tensor], size: int) -> None:
         """Add one call to its row."""
         frame, module = sys._getframe(1), self.watch.module
         if self.watch.in_backward:
@@ -123,12 +133,12 @@ class LedgerSink(Sink):
             bytes=0,
             wire_bytes=0,
             group_size=ranks,
-            dtype=dtype,
+            dtype=_dtypes(tensors),
             phase=phase,
-            source=": ".join(part for part in (line_of(frame), module) if part),
+            source=": ".join(part for part in (line_of(frame, of_user=not self._infers), module) if part),
         )
-        row = self._rows.setdefault(place, [0, 0])
-        row[:] = [row[0] + 1, row[1] + size]
+        row = self._rows.setdefault(place, [0, 0, 0])
+        row[:] = [row[0] + 1, row[1] + size, row[2] + _scalars(tensors, size)]
 
     @property
     def _gathers_units(self) -> bool:
@@ -163,7 +173,11 @@ class LedgerSink(Sink):
 
 @contextmanager
 def ledger_of(mesh: DeviceMesh | None = None) -> Generator[Ledger]:
-    """The ledger of this rank's communication inside the context. It is filled when the context ends."""
+    """The ledger of this rank's communication inside the context. It is filled when the context ends.
+
+    An axis is a dimension of `mesh`. Without `mesh` the axis of PyTorch's default group has the name that the
+    DeviceMesh of FSDP2, the mark of the test, or the only DeviceMesh gives it. Otherwise it is `world`.
+    """
     dims = (mesh.mesh_dim_names or ()) if mesh else ()
     ledger, sink = Ledger(), LedgerSink({str(mesh.get_group(dim).group_name): dim for dim in dims if mesh})
     try:
@@ -171,8 +185,41 @@ def ledger_of(mesh: DeviceMesh | None = None) -> Generator[Ledger]:
             yield ledger
     finally:
         result = sink.result()
-        ledger.rows.extend(result.rows)
+        name = _axis_of_world(sink.meshes) if any(row.axis == WORLD for row in result.rows) else WORLD
+        ledger.rows.extend(replace(row, axis=name if row.axis == WORLD else row.axis) for row in result.rows)
         ledger.problems.extend(result.problems)
+
+
+def _axis_of_world(seen: Sequence[DeviceMesh]) -> str:
+    """The dimension of a mesh that PyTorch's default group is; `world` if none is known, or several are."""
+    names = _names_of_world(seen)
+    if not names and testing.axis_of_world:
+        return testing.axis_of_world
+    names = names or _names_of_world(_meshes())
+    return names.pop() if len(names) == 1 else WORLD
+
+
+def _names_of_world(meshes: Sequence[DeviceMesh]) -> set[str]:
+    return {dim for mesh in meshes for dim in mesh.mesh_dim_names or () if _is_world(mesh, dim)}
+
+
+def _meshes() -> list[DeviceMesh]:
+    """Every DeviceMesh of this process."""
+
+    def find() -> list[DeviceMesh]:
+        return [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]
+
+    if found := find():
+        del found
+        gc.collect()  # some may be garbage
+    return find()
+
+
+def _is_world(mesh: DeviceMesh, dim: str) -> bool:
+    try:
+        return mesh.get_group(dim) == dist.group.WORLD
+    except (RuntimeError, ValueError, KeyError):  # its groups were destroyed
+        return False
 
 
 def of_all_ranks(ranks: Sequence[RankLedger], *, stages: Sequence[int], counts_own: bool) -> Ledger:
@@ -248,6 +295,12 @@ def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def _scalars(tensors: Sequence[torch.Tensor], size: int) -> int:
+    """Bytes of single numbers among the tensors of a call, which has `size` bytes."""
+    single = sum(tensor.nbytes for tensor in tensors if tensor.numel() == 1)
+    return size if any(tensor.ndim == 0 for tensor in tensors) and len(tensors) == 1 else min(single, size)
+
+
 def _nbytes(tree: object) -> int:
     tensors = _tensors(tree)
     parts = ((t._indices(), t._values()) if t.is_sparse else (t,) for t in tensors)
@@ -262,18 +315,25 @@ _NOT_A_PLACE = (
     typing_extensions.__file__,  # its decorators wrap functions of PyTorch
     "<frozen ",
 )
+_OWN = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("torchpar", "compare", "shardpair"))
 _STEP = cast(FunctionType, Optimizer.profile_hook_step(lambda optimizer: None)).__code__
 """The code of PyTorch's wrapper around `step` of every optimizer."""
 _FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
 
 
-def line_of(frame: FrameType | None) -> str:
-    """The innermost line outside of PyTorch. In a callback of PyTorch: its outermost line. '' for none."""
-    inside = None
-    while frame and not _is_a_place(frame.f_code.co_filename):
-        inside = frame if frame.f_code.co_filename.startswith(_TORCH) else inside
+def line_of(frame: FrameType | None, *, of_user: bool = False) -> str:
+    """The innermost line outside of PyTorch. In a callback of PyTorch: its outermost line. '' for none.
+
+    The line is `of_user` if it is also outside of this package and of installed packages, if there is one.
+    """
+    inside, installed = None, None
+    while frame and not (
+        _is_a_place(file := frame.f_code.co_filename) and not (of_user and _is_installed(file))
+    ):
+        inside = frame if file.startswith(_TORCH) else inside
+        installed = installed or (frame if _is_a_place(file) else None)
         frame = frame.f_back
-    if place := frame or inside:
+    if place := frame or installed or inside:
         return f"{Path(place.f_code.co_filename).name}:{place.f_lineno} ({place.f_code.co_name})"
     return ""
 
@@ -282,6 +342,10 @@ def _runs(frame: FrameType | None, is_asked: Callable[[CodeType], bool]) -> bool
     while frame and not is_asked(frame.f_code):
         frame = frame.f_back
     return frame is not None
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((_INSTALLED, *_OWN))
 
 
 def _is_a_place(file: str) -> bool:

@@ -1,0 +1,9 @@
+"""Imports of the plugin alone: pytest collects this file first."""
+
+import sys
+
+loaded = {"shardpair.plugin", "torch", "jax", "numpy", "compare"} & sys.modules.keys()
+
+
+def test_plugin_imports_no_framework():
+    assert loaded == {"shardpair.plugin"}
