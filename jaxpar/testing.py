@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from compare.system.facts import MissingDevicesError
+
 
 @dataclass(frozen=True)
 class Place:
@@ -45,14 +47,14 @@ def prepare(place: Place) -> None:
 
 
 def check(place: Place) -> None:
-    """Raises RuntimeError: JAX has fewer devices than the mark asks for."""
+    """Raises MissingDevicesError: JAX has fewer devices than the mark asks for."""
     if (found := jax.device_count()) < place.count:
         how = (
             "use fewer GPUs"
             if place.platform == "gpu"
             else "set no number of devices when the file is imported"
         )
-        raise RuntimeError(f"JAX has {found} devices, and the mark asks for {place.count}: {how}")
+        raise MissingDevicesError(f"JAX has {found} devices, and the mark asks for {place.count}: {how}")
 
 
 def leave(place: Place) -> None:

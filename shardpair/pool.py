@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -91,8 +90,7 @@ class Pool:
         self._config = config
         self._groups: dict[Group, Members] = {}
         self._servers: dict[str, Server] = {}
-        self._starts = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="shardpair-")
+        self._folders: pytest.TempPathFactory = config._tmp_path_factory  # ty: ignore[missing-attribute]
         self.platform: str = config.getoption("ranks_platform")
         self.shows_output = config.option.capture == "no"
 
@@ -128,7 +126,6 @@ class Pool:
         for server in self._servers.values():
             server.end()
         self._servers.clear()
-        self._folder.cleanup()
 
     def _members(self, item: pytest.Item, asked: Asked) -> Members:
         group = self.group_of(item, asked)
@@ -150,9 +147,7 @@ class Pool:
             raise WorkerError("\n".join([text, *filter(None, members.new_output())]))
 
     def _start(self, group: Group) -> Members:
-        self._starts += 1
-        folder = Path(self._folder.name, str(self._starts))
-        folder.mkdir()
+        folder = self._folders.mktemp(group.kind)  # pytest removes old folders
         members = 1 if group.kind == "devices" else group.count
         outputs: list[BinaryIO] = []
         for number in range(0 if self.shows_output else members):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from compare.system.facts import MissingDevicesError
 from compare.system.workers import Outcome, failure_of, messages
 from shardpair.marks import asked_by
 from shardpair.plugin import WORKER
@@ -75,7 +76,8 @@ def run(pipe: Connection, job: dict[str, Any]) -> None:
             return
         raise ChildProcessError(f"pytest left with exit code {int(code)}")
     except BaseException as error:
-        answer = pickle.dumps((Outcome.FAILED, failure_of(error)))
+        failure = str(error) if isinstance(error, MissingDevicesError) else failure_of(error)
+        answer = pickle.dumps((Outcome.FAILED, failure))
         for _ in messages(pipe):
             pipe.send_bytes(answer)
 

@@ -117,7 +117,7 @@ class Workers:
             return f"no answer within {timeout_s:g} s from {self.noun}{'s' * (len(silent) > 1)} {names}"
         name = f"{self.noun} {blamed.worker} of {len(answers)}"
         if isinstance(blamed.value, Failure):
-            return f"{name} failed:\n{blamed.value.text}"
+            return f"{name} failed: {blamed.value.text.splitlines()[-1]}\n{blamed.value.text}"
         return f"{name}: {blamed.value if isinstance(blamed.value, str) else describe_exit(blamed.value)}"
 
     def end(self, *, grace_s: float = 0.0) -> None:

@@ -100,7 +100,7 @@ def test_results_are_in_order(workers):
 @pytest.mark.parametrize(
     ("calls", "blamed", "words"),
     [
-        (["hang", KeyError("x"), 1], 1, "rank 1 of 3 failed:"),
+        (["hang", KeyError("x"), 1], 1, "rank 1 of 3 failed: KeyError: 'x'\nTraceback"),
         ([Lost("peer"), KeyError("x"), "hang"], 1, "rank 1 of 3 failed:"),
         ([Lost("peer"), 1, "die"], 2, "rank 2 of 3: killed by SIGKILL"),
         (["abort", ValueError("y"), 1], 1, "ValueError: y"),
