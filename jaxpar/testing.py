@@ -61,6 +61,11 @@ def leave(place: Place) -> None:
     """Nothing: devices need no farewell."""
 
 
+def explain(error: BaseException) -> str:
+    """Nothing: JAX explains its errors."""
+    return ""
+
+
 def is_lost(error: BaseException) -> bool:
     """False: this process is alone."""
     return False

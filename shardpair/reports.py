@@ -80,12 +80,12 @@ def _read(item: pytest.Item, data: dict[str, Any]) -> pytest.TestReport:
 
 
 def _name_worker(report: pytest.TestReport, name: str) -> None:
-    """Put the name of a worker in front of the message of its failure."""
+    """Put the name of a worker in front of the message, or of the cause that the side found."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if isinstance(report.longrepr, str):
         report.longrepr = f"{name}: {report.longrepr}"
     elif crash:
-        crash.message = f"{name}: {crash.message}"
+        crash.message = f"{name}: {getattr(report, 'cause', '') or crash.message}"
 
 
 def _state(answer: Answer) -> str:
@@ -97,7 +97,9 @@ def _state(answer: Answer) -> str:
     if not isinstance(answer.value, tuple):
         return str(answer.value)
     failed = [report for report in _reports(answer) if has_failed(report)]
-    message = failed[0]["longrepr"] if failed else None
+    if not failed:
+        return "passed"
+    message = failed[0]["longrepr"]
     if isinstance(message, dict) and message["reprcrash"]:
         message = message["reprcrash"]["message"].partition("\n")[0]
-    return f"failed: {str(message)[:LONGEST]}" if failed else "passed"
+    return f"failed: {failed[0]['cause'] or str(message)[:LONGEST]}"

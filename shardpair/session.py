@@ -154,9 +154,10 @@ class Worker:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo
     ) -> Generator[None, Any, Any]:
-        """Note in a report whether its error only reports that another worker is gone."""
+        """Note in a report whether its error only reports that another worker is gone, or its cause."""
         report = yield
         report.is_lost = bool(call.excinfo and self._side.is_lost(call.excinfo.value))
+        report.cause = self._side.explain(call.excinfo.value) if call.excinfo else ""
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from compare.contract.ledger import WORLD
 from compare.numerics import same
 from compare.numerics.same import Region, Value, differing
+from torchpar import testing
 from torchpar.comm.collectives import chunk_slices
 from torchpar.private import default_store
 
@@ -114,7 +116,7 @@ def _value(name: str, value: Any, reference: Any) -> Value:
         names = actual.device_mesh.mesh_dim_names or ()
         axes = dict(zip(names, actual.device_mesh.shape, strict=False))
     elif dist.is_initialized():
-        axes = {"of all ranks": dist.get_world_size()}
+        axes = {testing.axis_of_world or WORLD: dist.get_world_size()}
     tensors = [
         tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (actual, expected)
     ]

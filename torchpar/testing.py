@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -98,6 +99,15 @@ def leave(place: Place) -> None:
 
 
 is_lost = gloo.is_consequence
+_MISMATCH = re.compile(r"Rank (\d+) is running collective:.*?OpType=(\w+)(?:, TensorShape=(\[[^]]*\]))?")
+
+
+def explain(error: BaseException) -> str:
+    """A sentence for an error of PyTorch that compares the calls of ranks; "" for other errors."""
+    calls = [
+        f"rank {rank} {call} of {shape or 'nothing'}" for rank, call, shape in _MISMATCH.findall(str(error))
+    ]
+    return f"the ranks call different collectives: {', '.join(calls)}" if len(calls) > 1 else ""
 
 
 def run_ranks(
