@@ -11,6 +11,7 @@ from multiprocessing.context import ForkContext
 import psutil
 import pytest
 
+from compare.system import workers as module
 from compare.system.workers import (
     Outcome,
     WorkerError,
@@ -118,6 +119,18 @@ def test_worker_to_blame(workers, calls, blamed, words):
     assert found.worker == blamed
     assert words in workers.describe(answers, timeout_s=timeout_s)
     assert (found.outcome is Outcome.SILENT) == hangs_alone
+
+
+def test_others_get_a_short_time(workers, monkeypatch):
+    waits, wait = [], module.wait
+
+    def noted(pipes, timeout):
+        waits.append(timeout)
+        return wait(pipes, timeout=timeout)
+
+    monkeypatch.setattr(module, "wait", noted)
+    call(workers, KeyError("x"), "hang", 1, timeout_s=5.0)
+    assert waits[-1] <= module.GRACE_S
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """An option and fixtures of a project."""
 
-import os
-
 import pytest
 
 
@@ -10,9 +8,9 @@ def pytest_addoption(parser):
 
 
 @pytest.fixture(scope="module")
-def process():
-    yield os.getpid()
-    print("torn down")
+def kept():
+    """An object for all tests of a file, in one process."""
+    return object()
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ seen = []
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", [1, 2])
-def test_fixtures_and_parameters(rank, world_size, device, mesh, process, size, number, tmp_path, capsys):
+def test_fixtures_and_parameters(rank, world_size, device, mesh, kept, size, number, tmp_path, capsys):
     assert (world_size, device.type, mesh.mesh_dim_names, size) == (2, "cpu", ("data",), 3)
-    seen.append(process)
-    assert seen == [process] * number  # one process for both, and one fixture of the module
+    seen.append(kept)
+    assert seen == [kept] * number  # the module's fixture, in one process
     (tmp_path / "file").write_text("x")
     print("captured")
     assert capsys.readouterr().out == "captured\n"
@@ -49,8 +49,8 @@ def test_later_rank_fails(rank):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_are_replaced(rank, process):
-    assert process not in seen
+def test_ranks_are_replaced(rank, kept):
+    assert kept not in seen
     dist.all_reduce(torch.ones(1))
 
 
