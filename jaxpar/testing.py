@@ -1,4 +1,4 @@
-"""Devices for tests of your own functions: the side of `shardpair.plugin` for `@pytest.mark.devices`."""
+"""Devices for tests of your own functions: the side of `torchpar.plugin.hooks` for `@pytest.mark.devices`."""
 
 import contextlib
 from collections.abc import Mapping, Sequence

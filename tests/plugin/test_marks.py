@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardpair.marks import read
+from torchpar.plugin.marks import read
 
 
 def mark(kind, *arguments, **options):

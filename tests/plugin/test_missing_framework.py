@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from shardpair import pool
+from torchpar.plugin import pool
 
 
 @pytest.fixture

@@ -34,7 +34,14 @@ class Result(NamedTuple):
 
 
 def command(folder: Path, *options: str) -> list[str]:
-    shown = ["--junitxml", str(folder / "results.xml"), "-p", "shardpair.plugin", "-p", "no:cacheprovider"]
+    shown = [
+        "--junitxml",
+        str(folder / "results.xml"),
+        "-p",
+        "torchpar.plugin.hooks",
+        "-p",
+        "no:cacheprovider",
+    ]
     return [sys.executable, "-m", "pytest", "-rA", "--rootdir", str(folder), *shown, *options, str(folder)]
 
 

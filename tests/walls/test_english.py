@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("compare", "jaxpar", "shardpair", "torchpar", "tests", "docs")
+FOLDERS = ("compare", "jaxpar", "torchpar", "tests", "docs")
 LONGEST = 25
 """Words of a sentence or clause."""
 START = re.compile(r"^(Of|What|That|Those|The same|Whose|Which|Nobody|As of|Searched|Refused)\b")

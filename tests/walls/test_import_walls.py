@@ -105,13 +105,13 @@ def test_sides_import_no_other_side():
 
 def test_plugin_imports_little():
     """pytest loads the plugin in every run; a worker imports its framework by name."""
-    for path in files("shardpair"):
-        libraries = sys.stdlib_module_names | {"pytest", "compare", "shardpair"}
-        assert roots(path) - {"torchpar"} <= libraries, path
+    for path in files("torchpar/plugin"):
+        libraries = sys.stdlib_module_names | {"pytest", "compare", "torchpar"}
+        assert roots(path) <= libraries, path
         assert folders_of_compare(path) <= {"system"}, path
-    plugin = ROOT / "shardpair" / "plugin.py"
+    plugin = ROOT / "torchpar" / "plugin" / "hooks.py"
     at_once = {name.split(".")[0] for name in imports(plugin, at_once=True)}
-    assert at_once <= sys.stdlib_module_names | {"pytest", "shardpair"}
+    assert at_once <= sys.stdlib_module_names | {"pytest", "torchpar"}
 
 
 def test_strategies_do_not_import_each_other():

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("package", ["compare", "jaxpar", "shardpair", "torchpar"])
+@pytest.mark.parametrize("package", ["compare", "jaxpar", "torchpar"])
 def test_data_files_are_packaged(package):
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     files = [path for path in (ROOT / package).rglob("*") if path.is_file()]

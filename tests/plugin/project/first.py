@@ -2,8 +2,8 @@
 
 import sys
 
-loaded = {"shardpair.plugin", "torch", "jax", "numpy", "compare"} & sys.modules.keys()
+loaded = {"torchpar.plugin.hooks", "torch", "jax", "numpy", "compare"} & sys.modules.keys()
 
 
 def test_plugin_imports_no_framework():
-    assert loaded == {"shardpair.plugin"}
+    assert loaded == {"torchpar.plugin.hooks"}

@@ -18,8 +18,8 @@ import pytest
 
 from compare.system.facts import MissingDevicesError
 from compare.system.workers import Outcome, failure_of, messages
-from shardpair.marks import asked_by
-from shardpair.plugin import WORKER
+from torchpar.plugin.hooks import WORKER
+from torchpar.plugin.marks import asked_by
 
 SIDES = {"ranks": "torchpar.testing", "devices": "jaxpar.testing"}
 """The module that makes a worker a rank, or gives it devices, by mark."""

@@ -8,10 +8,10 @@ import pytest
 
 from compare.system.signals import describe_exit
 from compare.system.workers import Answer, Outcome, Workers, blamed_of
-from shardpair.session import has_failed
+from torchpar.plugin.session import has_failed
 
 FRAME_OF_PYTEST = re.compile(
-    r'^  File "(?:[^"]*/(?:_pytest|pluggy|shardpair)/[^"]*|<string>)", line .*\n', re.M
+    r'^  File "(?:[^"]*/(?:_pytest|pluggy|torchpar/plugin)/[^"]*|<string>)", line .*\n', re.M
 )
 Reports = dict[int, list[dict[str, Any]]]
 """Reports by worker, as pytest serializes them."""

@@ -16,9 +16,9 @@ from typing import BinaryIO, NamedTuple
 import pytest
 
 from compare.system.workers import Answer, Handle, Outcome, WorkerError, Workers, blamed_of
-from shardpair import session
-from shardpair.marks import Asked
-from shardpair.server import Server, spawn
+from torchpar.plugin import session
+from torchpar.plugin.marks import Asked
+from torchpar.plugin.server import Server, spawn
 
 START_S = 300.0
 """Seconds in which a worker imports and collects its file."""

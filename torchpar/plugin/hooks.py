@@ -1,7 +1,7 @@
 """pytest plugin: `@pytest.mark.ranks(4)` and `@pytest.mark.devices(8)`.
 
 A marked test runs in worker processes, once in each, and has one result. pytest loads this file in every run,
-so it imports neither a framework nor `compare`: `shardpair.pool` does, for the first marked test.
+so it imports neither a framework nor `compare`: `torchpar.plugin.pool` does, for the first marked test.
 """
 
 import builtins
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from shardpair.marks import MARKS, Asked, asked_by
+from torchpar.plugin.marks import MARKS, Asked, asked_by
 
 if TYPE_CHECKING:
-    from shardpair.pool import Pool
+    from torchpar.plugin.pool import Pool
 
 TIMEOUT_S = 120.0
 WORKER = "shardpair-worker"
@@ -75,7 +75,7 @@ def _run(item: pytest.Item) -> list[pytest.TestReport]:
     assert asked
     pool = _or_fail(lambda: _pool_of(item.config), ImportError)
     from compare.system.workers import WorkerError, blamed_of
-    from shardpair import reports
+    from torchpar.plugin import reports
 
     timeout_s = (
         asked.timeout_s
@@ -113,7 +113,7 @@ def _pool_of(config: pytest.Config) -> "Pool":
         from torchpar import require_compare
 
         require_compare()
-        from shardpair.pool import Pool
+        from torchpar.plugin.pool import Pool
 
         config.stash[POOL] = Pool(config)
     return config.stash[POOL]
@@ -158,7 +158,7 @@ def _place(request: pytest.FixtureRequest, *kinds: str) -> tuple[Any, Asked]:
     if not asked or asked.kind not in kinds:
         marks = " or ".join(f"@pytest.mark.{kind}(N)" for kind in kinds)
         pytest.fail(f"{request.fixturename}: mark the test with {marks}", pytrace=False)
-    from shardpair.session import PLACE
+    from torchpar.plugin.session import PLACE
 
     return request.config.stash[PLACE], asked
 

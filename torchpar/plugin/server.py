@@ -29,7 +29,7 @@ from compare.system.workers import Handle, end_with_parent
 MAX_MESSAGE = 1_000_000
 KILLED = -signal.SIGKILL
 Work = dict[str, Any]
-"""The job of a worker, as JSON (`shardpair.session.run`)."""
+"""The job of a worker, as JSON (`torchpar.plugin.session.run`)."""
 
 
 class Server:
@@ -123,7 +123,7 @@ def spawn(work: Work, output: BinaryIO | None) -> tuple[Handle, Connection]:
 def _program(function: str, *arguments: object) -> str:
     path = [folder or os.getcwd() for folder in sys.path]
     call = f"server.{function}(*json.loads({json.dumps(arguments)!r}))"
-    return f"import json, sys; sys.path[:] = {path!r}; from shardpair import server; {call}"
+    return f"import json, sys; sys.path[:] = {path!r}; from torchpar.plugin import server; {call}"
 
 
 def serve(modules: list[str], parent: int) -> NoReturn:
@@ -165,7 +165,7 @@ def work(asked: Work, parent: int) -> NoReturn:
         stream = open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
     try:
-        from shardpair import session
+        from torchpar.plugin import session
 
         session.run(pipe, asked)
     except BaseException:

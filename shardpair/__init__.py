@@ -1,5 +1,0 @@
-"""Tests of your own sharded code: a pytest plugin with the marks `ranks` and `devices`.
-
-pytest imports `shardpair.plugin` in every run. It imports no framework, and not `compare`, which may be the
-name of a module of yours. docs/libraries.md is the tutorial.
-"""
