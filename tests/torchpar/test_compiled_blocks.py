@@ -16,7 +16,6 @@ from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, 
 from tests.support.ranks import on_ranks
 from tests.support.torch_runs import trained
 from torchpar import compilation, compiler, manual
-from torchpar.engine import Engine
 from torchpar.measure.ledger import LedgerSink, line_of
 from torchpar.measure.watch import Watch
 from torchpar.measure.work import WorkSink
@@ -109,25 +108,10 @@ def test_compiled_run_equals_plain_run(
 @on_ranks
 def test_inductor_buckets_messages(rank: int) -> None:
     """The graph of a forward before and after inductor's passes; nothing is compiled or sent."""
-    layout = Layout(dp_shard=4, zero=3, compile="inductor")
-    with patch("shutil.which", return_value="c++"):
-        large, small = (
-            make_parallel(compiler.make_engine, replace(layout, bucket_mb=size), rank, ADAM)[0]
-            for size in (25.0, 0.003)
-        )
-    if rank:  # rank 0 has the same graphs
-        return
-    assert gathers_around_passes(large) == [24, 1]
-    before, after = gathers_around_passes(small)
-    assert before == 24 > after > 1
-
-
-def gathers_around_passes(parallel: Engine) -> list[int]:
-    """All-gathers in the graph of a forward before and after inductor's passes."""
     import torch._inductor.compile_fx as inductor  # takes seconds
 
     torch._dynamo.reset()
-    passes, gathers, ids = inductor.post_grad_passes, [], torch.zeros(1, 8, dtype=torch.int64)
+    passes, gathers = inductor.post_grad_passes, []
 
     def count_gathers(graph: torch.fx.GraphModule, is_inference: bool) -> None:
         def note() -> None:
@@ -138,12 +122,18 @@ def gathers_around_passes(parallel: Engine) -> list[int]:
         note()
         raise StopIteration
 
-    with (
-        patch.object(inductor, "post_grad_passes", count_gathers),
-        pytest.raises(Exception, match="StopIteration"),
-    ):
-        parallel.module(ids, ids)
-    return gathers[:2]
+    layout = Layout(dp_shard=4, zero=3, compile="inductor")
+    for size in (25.0, 0.003):
+        with (
+            patch.object(inductor, "post_grad_passes", count_gathers),
+            patch("shutil.which", return_value="c++"),
+        ):
+            parallel, _ = make_parallel(compiler.make_engine, replace(layout, bucket_mb=size), rank, ADAM)
+            ids = torch.zeros(1, 8, dtype=torch.int64)
+            with pytest.raises(Exception, match="StopIteration"):
+                parallel.module(ids, ids)
+    assert gathers[:2] == [24, 1]
+    assert gathers[2] == 24 > gathers[3] > 1
 
 
 def test_line_of_a_message_is_not_in_a_generated_program(monkeypatch):
