@@ -84,6 +84,7 @@ FOREIGN = {
     *("job-name", "time", "signal", "requeue", "open-mode", "output", "gpus-per-node"),  # sbatch
     *("master-addr", "master-port", "nnodes", "node-rank", "nproc-per-node"),  # torchrun
     *("porcelain", "untracked-files", "format", "full-name", "query-gpu"),  # git, nvidia-smi, shells
+    *("ranks-platform", "ranks-timeout"),  # pytest, with torchpar.plugin
     *("base", "doctor", "collectives", "compile", "convert", "sample"),  # questions to a side
     *("help", "version", "tyro-", "xla_gpu_cuda_data_dir"),
 }
