@@ -36,6 +36,7 @@ from compare.judge.readings import (
 )
 from compare.judge.rounding import SIGMAS, flips_of_rounding, loss_rounding
 from compare.numerics.parameters import storage_dtype
+from compare.spec.experiment import Experiment
 
 BATCH = "batch"
 LATER_STEPS = 20
@@ -77,12 +78,15 @@ def rerouted(reference: Record, candidate: Record, dtype: str) -> float:
 
 
 def for_few_tokens(limit: float, reference: Record, candidate: Record, dtype: str) -> float:
+    return limit_of_few_tokens(limit, reference.manifest.experiment, dtype)
+
+
+def limit_of_few_tokens(limit: float, experiment: Experiment, dtype: str) -> float:
     """In 16 bits a mean over N tokens has 1 / sqrt(N) of one token's rounding. An expert has k / E of the
     tokens. The result is below 1, the error of weights that did not move. Measured in float16, norms of 8
     steps: 2.4e-2 with 16 tokens; with experts 1.3e-1, 4e-2, 1.2e-2 with 4, 32, 256 tokens each."""
     if dtype not in ("bfloat16", "float16"):
         return limit
-    experiment = reference.manifest.experiment
     model, tokens = experiment.model, float(experiment.tokens_per_step)
     if model.n_experts:
         tokens *= model.experts_per_token / model.n_experts

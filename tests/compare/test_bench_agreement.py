@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from compare.commands.bench.agreement import find_disagreements, summarize_agreement
-from compare.judge.rungs import NAMED
+from compare.judge.rungs import NAMED, limit_of_few_tokens
 from compare.spec.experiment import edited
 from tests.support.benches import STEPS, bench_of, cases_of, measurement_of
 
@@ -52,7 +52,8 @@ def test_bench_allows_rounding(tiny, dtype):
     result = bench_in(tiny, dtype, **first)
     assert find_disagreements(result) == []
     assert f"at most {first['loss']:.0e} and {first['norm']:.0e} apart" in summarize_agreement(result)
-    curve, steps = limits["norm_curve"], NAMED["norm_curve"].first_steps.get(dtype)
+    curve = limit_of_few_tokens(limits["norm_curve"], tiny, dtype)
+    steps = NAMED["norm_curve"].first_steps.get(dtype)
     assert find_disagreements(bench_in(tiny, dtype, norm=0.9 * curve, first=1)) == []
     assert find_disagreements(bench_in(tiny, dtype, norm=1.1 * curve, first=1))
     assert not steps or find_disagreements(bench_in(tiny, dtype, norm=9.0, first=steps)) == []

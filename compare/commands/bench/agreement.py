@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from compare.commands.bench.outcome import Measurement, TimedOutcome
 from compare.judge.outcome import Case
-from compare.judge.rungs import NAMED
-from compare.spec.experiment import edited
+from compare.judge.rungs import NAMED, limit_of_few_tokens
+from compare.spec.experiment import Experiment, edited
 
 FIGURES = {"loss": ("loss", "loss", "loss_curve"), "grad_norm": ("gradient norm", "grad_norm", "norm_curve")}
 """Figure -> its name, and the rungs whose tolerances the first and the later steps have."""
@@ -20,20 +20,23 @@ def find_disagreements(result: TimedOutcome) -> list[str]:
     """A line for each case whose losses or norms differ from the first case of the same training."""
     lines: dict[str, str] = {}
     for case, number, process, reference, expected in _pairs(result):
-        difference = first_difference(process, expected, case.experiment.precision.dtype)
+        difference = first_difference(process, expected, case.experiment)
         if difference and case.name not in lines:
             work = f"{case.name} did not do the same work as {reference.name}"
             lines[case.name] = f"{work}: in round {number} {difference}"
     return list(lines.values())
 
 
-def first_difference(process: Measurement, expected: Measurement, dtype: str) -> str:
+def first_difference(process: Measurement, expected: Measurement, experiment: Experiment) -> str:
     """The first step at which two processes differ by more than the tolerance; '' if they agree."""
+    dtype = experiment.precision.dtype
     for figure, (name, of_first, of_later) in FIGURES.items():
         pairs = zip(process.curves[figure], expected.curves[figure], strict=True)
         for step, (found, right) in enumerate(pairs):
             rung = NAMED[of_later if step else of_first]
             limit = getattr(rung.limits, dtype)
+            if rung.name == "norm_curve":
+                limit = limit_of_few_tokens(limit, experiment, dtype)
             if step >= rung.first_steps.get(dtype, math.inf):
                 break
             if not (error := _error(found, right)) <= limit:
