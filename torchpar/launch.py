@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,11 +32,11 @@ from compare.side.processes import Process
 from compare.side.supervisor import Supervisor
 from compare.system.facts import MissingDevicesError, cpu_seconds
 from compare.system.signals import describe_exit, is_ignored
+from compare.system.workers import end_with_parent
 from torchpar.comm.gloo import choose_interface, is_consequence
 from torchpar.private import flight_record
 
 POLL_S = 0.1
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -160,27 +159,15 @@ def _wait(processes: list[BaseProcess], ranks: list[Rank], folder: Path) -> None
 
 def _run_forked_rank(main: Callable[[Rank], None], rank: Rank, folder: Path) -> NoReturn:
     """The life of a forked rank. It ends by os._exit: destructors of a broken process group may block."""
-    _end_with_parent()
+    parent = parent_process()
+    assert parent
+    end_with_parent(parent.pid or 0)
     choose_interface("127.0.0.1")
     rank.supervise(main, folder)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(0)
-
-
-def _end_with_parent() -> None:
-    """End this rank with its parent, even after SIGKILL. On Linux the kernel also ends a stopped rank."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = parent_process()
-    assert parent
-
-    def wait() -> None:  # the parent may have ended before
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

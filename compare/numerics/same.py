@@ -144,7 +144,10 @@ def _ratio(actual: np.ndarray, expected: np.ndarray, rtol: float, atol: float) -
     large = np.abs(expected) > 1e-3 * np.abs(expected).max()
     if large.sum() < 2 or expected.dtype.kind == "c":
         return None
-    ratio = float(np.median(actual[large] / expected[large]))
+    with np.errstate(all="ignore"):
+        ratio = float(np.median(actual[large] / expected[large]))
+    if not ratio or not math.isfinite(ratio):
+        return None
     limit = 10 * max(rtol, 1e-6)
     return ratio if np.isclose(actual, ratio * expected, rtol=limit, atol=abs(ratio) * atol).all() else None
 

@@ -98,3 +98,8 @@ def test_long_message_counts_the_rest():
     values = [value(2 * REFERENCE) for _ in range(12)]
     with pytest.raises(AssertionError, match=r"13 of 13 values differ(?s:.*)\.\.\. and 5 more"):
         assert_same(values, rtol=None, atol=None, problems=["bias: it is only in the reference"])
+
+
+def test_infinite_numbers_have_no_ratio():
+    with pytest.raises(AssertionError, match="4 of 4 numbers differ"):
+        assert_same([value(np.full(4, np.inf), np.ones(4))], rtol=None, atol=None)

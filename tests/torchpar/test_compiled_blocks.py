@@ -16,7 +16,8 @@ from tests.support.gpt_steps import ADAM, assert_same, backward, make_parallel, 
 from tests.support.ranks import on_ranks
 from tests.support.torch_runs import trained
 from torchpar import compilation, compiler, manual
-from torchpar.measure.ledger import LedgerSink, line_of
+from torchpar.measure.ledger import LedgerSink
+from torchpar.measure.source_lines import line_of
 from torchpar.measure.watch import Watch
 from torchpar.measure.work import WorkSink
 from torchpar.train import MAKE_ENGINE

@@ -10,7 +10,6 @@ other threads, and direct calls of a backend, are not recorded.
 """
 
 import gc
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import typing_extensions
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +31,7 @@ from compare.contract.ledger import WORLD, Ledger
 from compare.spec.axes import CP, EP, PP, SHARDS, TP, parts_of
 from torchpar import testing
 from torchpar.comm.collectives import Axis, Call, observers
+from torchpar.measure.source_lines import line_of
 from torchpar.measure.watch import Sink, Watch
 from torchpar.private import process_group_of, tree_leaves
 
@@ -307,50 +306,12 @@ def _nbytes(tree: object) -> int:
     return sum(part.nbytes for dense in parts for part in dense)
 
 
-_STANDARD_LIBRARY, _TORCH = (str(Path(package.__file__).parent) + os.sep for package in (os, torch))
-_INSTALLED = str(Path(_TORCH).parent) + os.sep
-_NOT_A_PLACE = (
-    _TORCH,
-    *(str(Path(__file__).parents[1] / name) + os.sep for name in ("comm", "measure")),
-    typing_extensions.__file__,  # its decorators wrap functions of PyTorch
-    "<frozen ",
-)
-_OWN = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("torchpar", "compare", "shardpair"))
 _STEP = cast(FunctionType, Optimizer.profile_hook_step(lambda optimizer: None)).__code__
 """The code of PyTorch's wrapper around `step` of every optimizer."""
 _FSDP2 = str(Path("distributed", "fsdp", "_fully_shard"))
-
-
-def line_of(frame: FrameType | None, *, of_user: bool = False) -> str:
-    """The innermost line outside of PyTorch. In a callback of PyTorch: its outermost line. '' for none.
-
-    The line is `of_user` if it is also outside of this package and of installed packages, if there is one.
-    """
-    inside, installed = None, None
-    while frame and not (
-        _is_a_place(file := frame.f_code.co_filename) and not (of_user and _is_installed(file))
-    ):
-        inside = frame if file.startswith(_TORCH) else inside
-        installed = installed or (frame if _is_a_place(file) else None)
-        frame = frame.f_back
-    if place := frame or installed or inside:
-        return f"{Path(place.f_code.co_filename).name}:{place.f_lineno} ({place.f_code.co_name})"
-    return ""
 
 
 def _runs(frame: FrameType | None, is_asked: Callable[[CodeType], bool]) -> bool:
     while frame and not is_asked(frame.f_code):
         frame = frame.f_back
     return frame is not None
-
-
-def _is_installed(file: str) -> bool:
-    return file.startswith((_INSTALLED, *_OWN))
-
-
-def _is_a_place(file: str) -> bool:
-    """True outside of PyTorch, its programs, and decorators, contexts and threads of Python's library."""
-    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # inductor sets it: its programs differ by rank
-    if file.startswith(_NOT_A_PLACE) or (generated and file.startswith(generated)):
-        return False
-    return file.startswith(_INSTALLED) or not file.startswith(_STANDARD_LIBRARY)
